@@ -61,7 +61,7 @@ NAMED_SINCE = {
     "a token dropped in the middle": "prompt_changed",
     "two first tokens": "prompt_changed",
     "a system message inserted": "prompt_changed",
-    "boundary of a chunk": "decode_positions",
+    "boundary of a chunk": "attention_mask",
     "two experts exchanged": "expert_order",
 }
 VERDICTS = ("named", "listed", "unknown (right)", "unknown", "wrong", "missed", "ok", "false alarm")

@@ -89,7 +89,9 @@ class Engine(HFProvider):
             run, past = ids, Stored() if cache is None else cache["past"]
         places = torch.arange(len(history))
         if self.shift:
+            # Without a mask, positions that do not rise by 1 are taken for several texts in one row.
             given["position_ids"] = (places + self.shift * (places >= sent))[None]
+            given["attention_mask"] = torch.ones(1, len(history), dtype=torch.long)
         if self.window:
             far = places[:, None] - places[None]
             blank = torch.zeros(1, 1, len(history), len(history), dtype=self._model.dtype)

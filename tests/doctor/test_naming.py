@@ -265,7 +265,8 @@ def test_a_trial_leaves_the_reference_as_it_was() -> None:
         x = hypothesis.grid[0]
         if hypothesis.is_partial:
             hypothesis = hypothesis.within([*hypothesis.units][:1])
-        moved += not torch.equal(evidence.predict(hypothesis, x, [0]), evidence.truth)
+        (predicted,) = evidence.predict([(hypothesis, x)], [0])
+        moved += predicted is not None and not torch.equal(predicted, evidence.truth)
         assert torch.equal(reference.logprobs([seen]), truth), hypothesis.label
     assert moved > 40
     assert all(torch.equal(before[name], value) for name, value in reference.model.state_dict().items())

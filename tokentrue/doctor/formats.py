@@ -19,7 +19,7 @@ FP4 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4
 
 
 def _largest(value: Tensor, dims: Any) -> Tensor:
-    return value.abs().amax(dim=dims, keepdim=True).clamp(min=1e-12)
+    return (value.abs().max() if dims is None else value.abs().amax(dim=dims, keepdim=True)).clamp(min=1e-12)
 
 
 def _integers(value: Tensor, dims: Any, *, top: int) -> Tensor:
@@ -43,8 +43,20 @@ def _float8(value: Tensor, dims: Any, *, dtype: torch.dtype) -> Tensor:
     return (value / scale).clamp(-top, top).to(dtype).to(value.dtype) * scale
 
 
+def to_float8(value: Tensor, scaled_as: Tensor) -> Tensor:
+    """With the scale of another matrix."""
+    scale = _largest(scaled_as, None) / 448
+    return (value / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(value.dtype) * scale
+
+
 def _coded(value: Tensor, dims: Any, *, codes: tuple[float, ...]) -> Tensor:
     scale, points = _largest(value, dims) / codes[-1], torch.tensor(codes)
+    return points[torch.bucketize((value / scale).contiguous(), (points[1:] + points[:-1]) / 2)] * scale
+
+
+def _microscaled(value: Tensor, dims: Any) -> Tensor:
+    """MX formats: scales are powers of 2, by the largest value's exponent."""
+    scale, points = torch.exp2(_largest(value, dims).log2().floor() - 2), torch.tensor(FP4)
     return points[torch.bucketize((value / scale).contiguous(), (points[1:] + points[:-1]) / 2)] * scale
 
 
@@ -90,6 +102,7 @@ FORMATS: Mapping[str, Mapping[str, Rounding]] = {
         **_integer_formats(4),
         **_scoped("nf4", partial(_coded, codes=NF4), 64, "row"),
         **_scoped("fp4", partial(_coded, codes=FP4), 16, 32, "row"),
+        **_scoped("mxfp4", _microscaled, 32),
     },
 }
 NARROW: Mapping[str, Rounding] = {"bfloat16": lambda s: s.bfloat16().float(), "float16": lambda s: s.half().float()}

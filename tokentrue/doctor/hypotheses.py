@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, pad
+from torch.nn.functional import pad
 
-from tokentrue.doctor.formats import FORMATS, NARROW, Rounding, tf32
+from tokentrue.doctor.formats import FORMATS, NARROW, Rounding, tf32, to_float8
 from tokentrue.doctor.reference import (
     Observation,
     Reference,
@@ -47,6 +47,7 @@ FAR = (
 )  # a change of 2% or more is near one of these; 1 changes nothing
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 FEW = (1, 2, 4, 8, 16, 32)
+LAST = ("o_proj.weight", "down_proj.weight")  # whose sums tensor parallelism splits
 LAYERS = r"(^|\.)(layers|h|blocks)\.\d+$"
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 FILTERS: Mapping[str, Sequence[float]] = {
@@ -57,6 +58,7 @@ FILTERS: Mapping[str, Sequence[float]] = {
 PENALTIES: Mapping[str, Sequence[float]] = {
     "repetition": (0.9, 1.01, 1.05, 1.1, 1.2, 1.5),
     "answer's repetition": (0.9, 1.05, 1.2),
+    "64 tokens' repetition": (0.9, 1.05, 1.2),
     "presence": (-0.5, 0.1, 0.5, 1.0, 1.5),
     "frequency": (-0.5, 0.1, 0.5, 1.0),
 }
@@ -143,7 +145,7 @@ def _outside(specials: Sequence[int], stops: Sequence[int]) -> Iterator[Hypothes
     capped = lambda z, seen, x: x * torch.tanh(z / x)  # noqa: E731
     padding = "unused rows of the output layer weigh e^{x:.2f} in the softmax"
     drops, shifts = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (-2, -1, 1, 2, 8, 32)
-    last, early = lambda seen, x: seen.edit(0, max(0, seen.prompt_tokens - x)), {"is_sampling": True}
+    early = {"is_sampling": True}
     rows: tuple[tuple[Any, ...], ...] = (
         ("reports", "log_base", "log-probabilities times {x:.4g}", lambda own, x: own * x, (1 / math.log(10), 1 / math.log(2), *FAR), "real"),
         ("reports", "bad_logprobs", "none below {x:.3g}", lambda own, x: own.clamp(min=x), (-1, -2, -3, -4, -5, -8, -12), "real"),
@@ -162,7 +164,10 @@ def _outside(specials: Sequence[int], stops: Sequence[int]) -> Iterator[Hypothes
         ("no position beyond {x:.0f}", lambda i, n, x: i.clamp(max=x), LENGTHS),
     )  # fmt: skip
     yield from (_on(*row) for row in rows)
-    yield _on("inputs", "context_truncated", "the last {x:.0f} prompt tokens", last, LENGTHS, "whole", **early)
+    for first in (0, 1, 4, 16, 32, 64):
+        keep = lambda seen, x, first=first: seen.edit(first, max(0, seen.prompt_tokens - first - x))  # noqa: E731
+        label = f"the first {first} and the last {{x:.0f}} prompt tokens"
+        yield _on("inputs", "context_truncated", label, keep, LENGTHS, "whole", **early)
     if specials:
         yield _on(
             "inputs", "bos_added", "token {x:.0f} before the prompt", lambda seen, x: seen.edit(0, 0, (x,)), specials
@@ -224,10 +229,10 @@ def filter_logits(logits: Tensor, x: float, *, name: str) -> Tensor:
 
 
 def penalise(logits: Tensor, seen: Observation, x: float, *, name: str) -> Tensor:
-    """Repetition concerns prompt and answer, the others the answer alone, as vLLM has them."""
+    """Repetition concerns prompt and answer (vLLM) or the last 64 tokens (llama.cpp), the others the answer alone."""
     changed = logits.clone()
     for row, at in enumerate(seen.positions):
-        start = 0 if name == "repetition" else seen.prompt_tokens
+        start = {"repetition": 0, "64 tokens' repetition": max(0, at - 64)}.get(name, seen.prompt_tokens)
         ids, counts = torch.tensor(seen.token_ids[start:at], dtype=torch.long).unique(return_counts=True)
         own = logits[row, ids]
         if name.endswith("repetition"):
@@ -279,12 +284,14 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
     rules: tuple[tuple[str, Sequence[float], Callable[..., Tensor]], ...] = (
         ("nothing sees the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= x) & (j < x)),
         ("page {x:.0f} of 16 tokens is not seen", range(8), lambda i, j, n, x: (j // 16 == x) & (i // 16 > x)),
+        ("tokens from {x:.0f} on do not see the one before them", LENGTHS, lambda i, j, n, x: (j == x - 1) & (i >= x)),
         ("tokens do not see each {x:.0f}th one", pages, lambda i, j, n, x: (j % x == x - 1) & (j < i)),
         ("decoding does not see the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= n) & (j < x)),
         ("decoding does not see the last {x:.0f} prompt tokens", FEW, lambda i, j, n, x: (i >= n) & (j >= n - x) & (j < n)),
         ("decoding does not see the {x:.0f} tokens before it", FEW, lambda i, j, n, x: (i >= n) & (j < i) & (j >= i - x)),
         ("decoding does not see sampled tokens before the last {x:.0f}", (0, *FEW), lambda i, j, n, x: (j >= n) & (j < i - x)),
         ("decoding does not see the open page of {x:.0f}", pages, lambda i, j, n, x: (i >= n) & (j // x == i // x) & (j < i)),
+        ("decoding does not see the first token of an open page of {x:.0f}", pages, lambda i, j, n, x: (i >= n) & (j == i) & (i % x == 0)),
         ("decoding does not see sampled tokens of closed pages of {x:.0f}", pages, lambda i, j, n, x: (j >= n) & (j // x < i // x)),
     )  # fmt: skip
     for label, grid, rule in rules:
@@ -296,45 +303,40 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A weight of the model; one of two places where embedding and output layer share it."""
+    """A weight as one module has it; embedding and output layer may share theirs. `name`: in the model's state."""
 
-    weight: nn.Parameter
+    module: nn.Module
+    attribute: str
     name: str
-    shared: Any = None
+
+    @property
+    def weight(self) -> Tensor:
+        return getattr(self.module, self.attribute).data
 
     def put(self, to: Callable[[Tensor, float], Tensor], *, saved: bool = False) -> Apply:
         """`saved`: from the weight before the engine's dtype rounded it."""
 
         def apply(trial: Trial, x: float) -> None:
-            own = trial.saved.get(self.name, self.weight.data) if saved else self.weight.data
-            if self.shared is None:
-                trial.set(self.weight, "data", to(own, x))
-            else:
-                if self.shared not in trial.matrices:
-                    trial.matrices[self.shared] = own
-                    use_matrix(self.shared, lambda: trial.matrices[self.shared], trial)
-                trial.matrices[self.shared] = to(trial.matrices[self.shared], x)
+            own = trial.saved.get(self.name) if saved else None
+            trial.set(
+                self.module, self.attribute, to(trial.get(self.module, self.attribute) if own is None else own, x)
+            )
 
         return apply
 
 
-def use_matrix(place: Any, weight: Callable[[], Tensor], trial: Trial, to: Rounding = lambda value: value) -> None:
-    """Another matrix at one of two places that share theirs."""
-    if isinstance(place, nn.Embedding):
-        trial.hook(place, lambda inputs, output: embedding(inputs[0], weight()))
-    else:
-        trial.hook(place, lambda inputs, output: to(linear(to(inputs[0]), weight(), place.bias)))
-
-
 def list_places(model: Any) -> dict[str, Place]:
-    head, first = model.get_output_embeddings(), model.get_input_embeddings()
+    names = {own: name for name, own in model.named_parameters()}
+    first = model.get_input_embeddings()
+    is_shared = first.weight is getattr(model.get_output_embeddings(), "weight", None)
     found: dict[str, Place] = {}
-    for name, own in model.named_parameters():
-        if own is first.weight is getattr(head, "weight", None):
-            found["embedding, which the output layer shares"] = Place(own, name, first)
-            found["output layer, which shares the embedding"] = Place(own, name, head)
-        else:
-            found[name] = Place(own, name)
+    for module in model.modules():
+        for attribute, own in module.named_parameters(recurse=False):
+            label = names[own]
+            if is_shared and own is first.weight:
+                one, other = ("embedding", "output layer") if module is first else ("output layer", "embedding")
+                label = f"{one}, which the {other} shares"
+            found[label] = Place(module, attribute, names[own])
     return found
 
 
@@ -374,20 +376,34 @@ def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> I
     if reference.adapter is not None:
         units: dict[str, Apply] = {}
         for name, by in adapter_deltas(reference.model, reference.adapter).items():
-            place = Place(reference.model.get_submodule(name).weight, f"{name}.weight")
+            place = Place(reference.model.get_submodule(name), "weight", f"{name}.weight")
             units[name] = place.put(lambda now, x, by=by: now + (x - 1) * by)
         yield from _in_spans(Hypothesis("adapter_missing", "the adapter times {x:.3g}", units, (0.0, *FAR), "real"))
     if previous is None:
         return
     old, changed = load_model(previous).state_dict(), dict[str, Apply]()
+    scaled, shards = dict[str, Apply](), {count: dict[str, Apply]() for count in (2, 4, 8)}
     for name, place in list_places(reference.model).items():
-        own, was = place.weight.data, old.get(place.name)
+        own, was = place.weight, old.get(place.name)
         before = own if was is None or was.shape != own.shape else was.to(dtype).float()
         if not torch.equal(before, own):
             changed[name] = place.put(lambda now, x, was=before: was + x * (now - was))
+        if place.name.endswith("_proj.weight") and name in changed:
+            for count, units in shards.items():
+                units[name] = place.put(partial(_keep_shard, was=before, count=count, is_last=name.endswith(LAST)))
+            scaled[name] = place.put(lambda now, x, was=before: to_float8(now, was))
+    for count, units in shards.items():
+        yield Hypothesis("stale_weights", f"the previous weights in shard {{x:.0f}} of {count}", units, range(count))
+    yield Hypothesis("fp8_weights", "float8 per matrix, scales of the previous weights", scaled, is_rounding=True)
     label, grid = "the previous weights, and {x:.3g} of the update", (0.0, 0.5, 1.0, 2.0, 0.9, 1.1)
     if changed:
         yield from _in_spans(Hypothesis("stale_weights", label, changed, grid, "real"))
+
+
+def _keep_shard(now: Tensor, x: float, *, was: Tensor, count: int, is_last: bool) -> Tensor:
+    """One rank of tensor parallelism has other weights: some rows, or columns where sums are split."""
+    places = torch.arange(now.shape[-1 if is_last else 0]) * count // now.shape[-1 if is_last else 0] == x
+    return torch.where(places if is_last else places[:, None], was, now)
 
 
 def _in_spans(whole: Hypothesis) -> Iterator[Hypothesis]:
@@ -408,11 +424,12 @@ def _in_spans(whole: Hypothesis) -> Iterator[Hypothesis]:
 
 
 def _exchange(one: nn.Module, other: nn.Module, trial: Trial, x: float) -> None:
-    for a, b in zip(one.parameters(), other.parameters(), strict=False):
-        if a.shape == b.shape:
-            first, second = a.data, b.data
-            trial.set(a, "data", second)
-            trial.set(b, "data", first)
+    for a, b in zip(one.modules(), other.modules(), strict=False):
+        for name, own in a.named_parameters(recurse=False):
+            if getattr(getattr(b, name, None), "shape", None) == own.shape:
+                first, second = trial.get(a, name), trial.get(b, name)
+                trial.set(a, name, second)
+                trial.set(b, name, first)
 
 
 def _parts(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesis]:
@@ -435,7 +452,7 @@ def _parts(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesis
     # Sums over the inner size, in the shards of tensor parallelism or by heads.
     cut: dict[str, Apply] = {}
     for at, one in places.items():
-        if at.endswith(("o_proj.weight", "down_proj.weight")):
+        if at.endswith(LAST):
             size = one.weight.shape[1]
             heads = size // getattr(named.get(at.removesuffix(".o_proj.weight")), "head_dim", size)
             for shards in {2, 4, heads} - {1}:
@@ -448,9 +465,10 @@ def _parts(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesis
     rows = {f"row {n} of {at}": one.put(partial(_blank, n=n)) for at, one in ends.items() for n in specials}
     yield some("weights_missing", "rows of special tokens set to 0", rows)
     if not getattr(reference.config, "tie_word_embeddings", True):
-        weight = model.get_input_embeddings().weight
-        project = lambda trial, x: use_matrix(model.get_output_embeddings(), lambda: weight.data, trial)  # noqa: E731
-        yield Hypothesis("tied_head", "output layer = embedding", {"": project})
+        tie = lambda trial, x: trial.set(  # noqa: E731
+            model.get_output_embeddings(), "weight", model.get_input_embeddings().weight.data
+        )
+        yield Hypothesis("tied_head", "output layer = embedding", {"": tie})
 
 
 def _blank(own: Tensor, x: float, *, n: int) -> Tensor:
@@ -504,11 +522,11 @@ def _orders(reference: Reference) -> Iterator[Hypothesis]:
     def reorder(one: Any, parts: Sequence[str], order: Order, trial: Trial, x: float) -> None:
         d, g = getattr(one, "head_dim", 1), getattr(one, "num_key_value_groups", 1)
         for name in parts:
-            for own in getattr(one, name).parameters() if hasattr(one, name) else ():
-                is_last = name in ("o_proj", "down_proj")
+            part, is_last = getattr(one, name, nn.Module()), name in ("o_proj", "down_proj")
+            for attribute, own in part.named_parameters():
                 if own.dim() > 1 or not is_last:
                     changed = _reorder(own.data.T if is_last else own.data, order, d, g)
-                    trial.set(own, "data", changed.T if is_last else changed)
+                    trial.set(part, attribute, changed.T if is_last else changed)
 
     def each(owners: Mapping[str, Any], parts: Sequence[str], orders: Mapping[str, Order]) -> Iterator[Hypothesis]:
         for words, order in orders.items():
@@ -533,7 +551,7 @@ def _split_fused(mlp: Any, trial: Trial, x: int) -> None:
     gate, up = mlp.gate_proj.weight.data, mlp.up_proj.weight.data
     both = [one.unflatten(0, (min(x, len(gate)), -1)) for one in (gate, up)]
     for part, rows in zip((mlp.gate_proj, mlp.up_proj), torch.stack(both, dim=1).flatten(0, 2).chunk(2), strict=True):
-        trial.set(part.weight, "data", rows)
+        trial.set(part, "weight", rows)
 
 
 # Settings of operators; sizes of what they return.
@@ -563,6 +581,11 @@ def _settings(reference: Reference) -> Iterator[Hypothesis]:
         if owners and (fault != "rope" or base):
             units = {at: partial(_set, one, name, change) for at, one in owners.items()}
             yield Hypothesis(fault, label, units, *how)
+    queries = {at: getattr(one, "q_norm", one.q_proj) for at, one in _having(model, "q_proj", "k_proj").items()}
+    units = _hook_all(queries, _grow)
+    yield Hypothesis(
+        "attention_scale", "queries grow with the position ÷ {x:.0f}", units, (8, 16, 32, 64, 8192), "whole"
+    )
     acts: tuple[Any, ...] = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU(), nn.Sigmoid(), nn.Identity())
     quick = {"quick GELU": lambda value: value * torch.sigmoid(1.702 * value)}
     activations = {at: one.act_fn for at, one in _having(model, "act_fn").items()}
@@ -579,7 +602,7 @@ def _settings(reference: Reference) -> Iterator[Hypothesis]:
         units = _hook_all({"": model.model.rotary_emb}, table, is_whole=True)
         yield Hypothesis("rope", "cosines and sines in bfloat16", units)
     norms = {at: one for at, one in _having(model, "weight").items() if "Norm" in type(one).__name__}
-    weights = {at: Place(one.weight, f"{at}.weight") for at, one in norms.items()}
+    weights = {at: Place(one, "weight", f"{at}.weight") for at, one in norms.items()}
     off = _hook_all(norms, lambda inputs, output, x: inputs[0])
     heads = {at: one for at, one in off.items() if at.endswith(("q_norm", "k_norm"))}
     ones, more = (_put_all(weights, to) for to in (lambda own, x: torch.ones_like(own), lambda own, x: own + x))
@@ -600,7 +623,13 @@ def _settings(reference: Reference) -> Iterator[Hypothesis]:
 
 
 def _set(owner: Any, name: str, change: Callable[[Any, Any], Any], trial: Trial, x: float) -> None:
-    trial.set(owner, name, change(getattr(owner, name), x))
+    trial.set(owner, name, change(trial.get(owner, name), x))
+
+
+def _grow(inputs: Any, output: Tensor, x: float) -> Tensor:
+    """As Llama 4 scales queries `[B, L, ...]` of long texts."""
+    by = 1 + 0.1 * torch.log1p((torch.arange(output.shape[1]) // max(x, 1)).float())
+    return output * by.view(-1, *[1] * (output.dim() - 2))
 
 
 def _residual_after_norm(layer: Any, trial: Trial, x: int) -> None:
@@ -613,11 +642,13 @@ def _residual_after_norm(layer: Any, trial: Trial, x: int) -> None:
 
 
 def _rebuild_rope(trial: Trial, x: float, *, rope_type: str, is_whole: bool = True) -> None:
-    config, owner = copy.deepcopy(trial.model.config), trial.model.model
+    config, own = copy.deepcopy(trial.model.config), trial.model.model.rotary_emb
     longest = config.max_position_embeddings
     more = {"factor": x, "original_max_position_embeddings": longest if is_whole else int(longest / x)} if x else {}
     config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], "rope_type": rope_type, **more}
-    trial.set(owner, "rotary_emb", type(owner.rotary_emb)(config))
+    other = type(own)(config)
+    for name in ("inv_freq", "attention_scaling", "rope_type"):
+        trial.set(own, name, getattr(other, name))
 
 
 def _sizes(model: nn.Module) -> Iterator[Hypothesis]:
@@ -652,7 +683,7 @@ def _experts(model: nn.Module) -> Iterator[Hypothesis]:
     for dtype in (torch.bfloat16, torch.float16):
         narrow = {at: partial(_narrow_router, one, dtype) for at, one in routers.items()}
         yield Hypothesis("router_dtype", f"the router in {dtype}", narrow, is_rounding=True)
-    weights = {f"{at}.{name}": Place(own, "") for at, one in model.named_modules() if "Experts" in type(one).__name__
+    weights = {f"{at}.{name}": Place(one, name, "") for at, one in model.named_modules() if "Experts" in type(one).__name__
                for name, own in one.named_parameters(recurse=False) if len(own) == count}  # fmt: skip
     every = torch.arange(count)
     exchanged, missing = dict[str, Apply](), dict[str, Apply]()
@@ -694,9 +725,9 @@ CACHES = ("", "read by decoding alone", "keys alone", "values alone")
 def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     matrices = {at: one for at, one in list_places(model).items() if one.weight.dim() > 1}
     head = model.get_output_embeddings()
-    ends = {model.get_input_embeddings().weight, getattr(head, "weight", None)}
-    inner = {at: one for at, one in matrices.items() if one.weight not in ends}
-    outer = {at: one for at, one in matrices.items() if one.weight in ends}
+    ends = {model.get_input_embeddings(), head}
+    inner = {at: one for at, one in matrices.items() if one.module not in ends}
+    outer = {at: one for at, one in matrices.items() if one.module in ends}
     linears = [one for one in model.modules() if isinstance(one, nn.Linear) and one is not head]
 
     def rounded(places: Mapping[str, Place], to: Rounding) -> dict[str, Apply]:
@@ -731,17 +762,22 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     if dtype != "float32":
         return
     stream = {"": model.get_input_embeddings(), **_find(model, LAYERS)}
-    everything = {at: Place(own, at) for at, own in model.named_parameters()}
     for name, narrow in NARROW.items():
-        project = lambda trial, x, to=narrow: use_matrix(head, lambda: to(head.weight.data), trial, to)  # noqa: E731
         load, states = (lambda own, x, to=narrow: to(own)), (lambda inputs, output, x, to=narrow: to(output))
-        yield Hypothesis(f"dtype_{name}", f"weights rounded to {name}", _put_all(everything, load))
-        yield Hypothesis("head_dtype", f"the output layer in {name}", {"": project}, is_rounding=True)
+        yield Hypothesis(f"dtype_{name}", f"weights rounded to {name}", _put_all(list_places(model), load))
+        project = {"": partial(_narrow_head, head, narrow)}
+        yield Hypothesis("head_dtype", f"the output layer in {name}", project, is_rounding=True)
         units = _hook_all(stream, states)
         yield Hypothesis(f"dtype_{name}", f"the residual stream in {name}", units, is_rounding=True)
     coarse = {at: one for at, one in inner.items() if at.endswith(".weight")}
     products = _put_all(coarse, lambda own, x: tf32(own)) | inputs(tf32)
     yield Hypothesis("dtype_tf32", "matrix products in TF32", products, is_rounding=True)
+
+
+def _narrow_head(head: nn.Module, to: Rounding, trial: Trial, x: float) -> None:
+    trial.set(head, "weight", to(trial.get(head, "weight")))
+    trial.hook_inputs(head, to)
+    trial.hook(head, lambda inputs, output: to(output))
 
 
 def _first_of(fault: str, forms: Mapping[str, Units]) -> Hypothesis:

@@ -100,9 +100,10 @@ def _judge(exam: Examination, seen: Sequence[tuple[list[PromptImage], Observatio
     left = [(float(measure(change).mean()), name, what) for name, what, change in causes]
     tower = next((name for name, _ in model.model.named_children() if "vis" in name), None)
     if exam.previous is not None and tower is not None:
-        with exam.reference.trial() as trial:
-            trial.set(model.model, tower, getattr(load_model(exam.previous).model, tower))
-            left.append((float(measure().mean()), "image_cache", "features of the previous weights"))
+        own = getattr(model.model, tower)
+        setattr(model.model, tower, getattr(load_model(exam.previous).model, tower))
+        left.append((float(measure().mean()), "image_cache", "features of the previous weights"))
+        setattr(model.model, tower, own)
     size, name, what = min(left)
     rival = min(each for each, other, _ in left if other != name)
     is_named = size <= limit and rival > 2 * size

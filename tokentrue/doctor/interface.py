@@ -306,18 +306,22 @@ async def _compare(
 
 @probe("stability: same request twice")
 async def _repeat(exam: Examination) -> Finding:
-    prompt, sampling = exam.prompts()[0], Sampling(temperature=1.0, max_tokens=16, seed=exam.seed)
-    runs = [await exam.provider.generate(prompt, sampling) for _ in range(4)]
-    found = [compare_runs(exam, "unstable", runs[0], other) for other in runs[1:]]
+    """Five requests one after the other, and all of them again: a fault that comes with every n-th request, or with
+    what the request before left, meets others of them."""
+    sampling = Sampling(temperature=1.0, max_tokens=12, seed=exam.seed)
+    prompts = [*exam.prompts(), exam.long_prompt()[:64]]
+    rounds = [[await exam.provider.generate(prompt, sampling) for prompt in prompts] for _ in range(2)]
+    found = [compare_runs(exam, "unstable", *pair) for pair in zip(*rounds, strict=True)]
     return next((one for one in found if one.verdict is Verdict.FAULT), found[0])
 
 
 @probe("stability: alone and in a batch")
 async def _batch(exam: Examination) -> Finding:
-    """The same greedy request alone, and beside others of other lengths."""
+    """Greedy requests of two lengths alone, and beside others of other lengths."""
     prompts = exam.prompts()
     others = [prompt[: len(prompt) - shorter] for shorter, prompt in enumerate(prompts * 2)][: BATCH - 1]
-    return await _compare(exam, "batch_variant", prompts[1], 12, others)
+    found = [await _compare(exam, "batch_variant", prompt, 12, others) for prompt in (prompts[1], prompts[2][:-5])]
+    return next((one for one in found if one.verdict is Verdict.FAULT), found[0])
 
 
 @probe("stability: prefix cache cold and warm")

@@ -12,8 +12,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import field, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, biase
 from tokentrue.doctor.reference import (
     Observation,
     Reference,
+    Trial,
     WideSums,
     compute_batch,
     compute_logits,
-    compute_parts,
     read_entries,
 )
 from tokentrue.records import record
@@ -59,6 +59,8 @@ class Evidence:
     def __init__(self, reference: Reference, observations: Sequence[Observation], dtype: str) -> None:
         self.reference, self.observations, self.dtype = reference, [*observations], dtype
         self.is_exact = dtype == "float32"
+        # Trials in one forward pass: that of a small model takes as long for many.
+        self.at_once = max(1, min(16, 20_000_000 // sum(one.numel() for one in reference.model.parameters())))
         self.logits = [reference.plain_logits(seen) for seen in self.observations]
         columns, values, start = list[Tensor](), list[Tensor](), 0
         for number, seen in enumerate(self.observations):
@@ -85,7 +87,7 @@ class Evidence:
     def is_late(self) -> bool:
         """Whether decoding alone is wrong: what follows the prompt at once is right everywhere."""
         now, then = self.size(self.e, self.is_first), self.size(self.e, ~self.is_first)
-        return now < 0.2 * then if self.is_exact else now < 1.5 and then > 3 * now
+        return now < (DEPARTS if self.is_exact else 1.5) and then > 3 * now
 
     def read(self, logits: Sequence[Tensor]) -> Tensor:
         return torch.cat([read_entries(seen, rows) for seen, rows in zip(self.observations, logits, strict=True)])
@@ -94,10 +96,9 @@ class Evidence:
         """What the reference differs by when it rounds in other orders: by module and by operation, eager, cached."""
         model, seen = self.reference.model, self.observations
         if dtype != "float32":
-            with self.reference.trial() as trial:
-                trial.round_modules(getattr(torch, dtype))
-                found = [compute_logits(model, one) for one in seen]
-            yield self.read(found) - self.truth
+            trial = self.reference.trial()
+            trial.round_modules(getattr(torch, dtype))
+            yield self.read(compute_batch(model, seen, [trial] * len(seen))) - self.truth
             model = self.reference.in_dtype(dtype)
             with WideSums():
                 found = [compute_logits(model, one) for one in seen]
@@ -143,47 +144,65 @@ class Evidence:
         return float((per * predicted * of).sum() / (per * predicted.square()).sum().clamp(min=1e-30))
 
     @torch.no_grad()
-    def predict(self, hypothesis: Hypothesis, x: float, only: Sequence[int], *, again: bool = False) -> Tensor:
-        """Log-probabilities that an engine with this cause reports; entries of other observations stay as they are.
-        `again`: in another order of rounding."""
-        found, model, span = self.truth.clone(), self.reference.model, hypothesis.span
-        with self.reference.trial() as trial, _eager(model, again and self.is_exact):
-            if span is None:
-                hypothesis.apply(trial, x)
-            if again and not self.is_exact:
-                trial.round_modules(getattr(torch, self.dtype))
-            run = [n for n in only if not (hypothesis.is_sampling and self.observations[n].is_prompt)]
-            chosen = [self.observations[n] for n in run]
-            if hypothesis.is_output and not again:
-                logits = [self.logits[n] for n in run]
-            elif span is not None:
-                logits = [self._run_span(hypothesis, x, seen, span(seen, x)) for seen in chosen]
-            else:
-                logits = compute_batch(model, chosen, trial)
-            for n, seen, rows in zip(run, chosen, logits, strict=True):
-                mine = self.owner == n
-                if trial.align:
-                    mine = mine & self.is_chosen
-                    moved, end = self.truth[mine].roll(-trial.align), 0 if trial.align < 0 else -1
-                    moved[end] = self.engine[mine][end]  # at the ends anything may be
-                    found[mine] = moved
-                else:
-                    own = read_entries(seen, rows, trial.outputs)
-                    found[mine] = own if trial.reports is None else trial.reports(own)
-        return found.nan_to_num(nan=-1e3, neginf=-1e3)
+    def predict(
+        self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], *, again: bool = False
+    ) -> list[Tensor | None]:
+        """Log-probabilities that engines with these causes report, by their numbers; entries of other observations stay
+        as they are. None: this model's shapes do not allow it. `again`: in another order of rounding."""
+        found: list[Tensor | None] = []
+        for start in range(0, len(tried), self.at_once):
+            some = [self._try_out(hypothesis, x, again) for hypothesis, x in tried[start : start + self.at_once]]
+            try:
+                found += self._run(some, only, again)
+            except RuntimeError:
+                for one in some:
+                    try:
+                        found += self._run([one], only, again)
+                    except RuntimeError:
+                        found.append(None)
+        return found
 
-    def _run_span(self, hypothesis: Hypothesis, x: float, seen: Observation, span: tuple[int, int]) -> Tensor:
-        """Only the tokens of the span are computed under the change."""
+    def _try_out(self, hypothesis: Hypothesis, x: float, again: bool) -> tuple[Hypothesis, Trial | None]:
+        trial, span = self.reference.trial(), hypothesis.span
+        try:
+            hypothesis.apply(trial, x)
+        except RuntimeError:
+            return hypothesis, None
+        if span is not None:
+            trial.span = lambda seen: span(seen, x)
+        if again and not self.is_exact:
+            trial.round_modules(getattr(torch, self.dtype))
+        return hypothesis, trial
 
-        @contextmanager
-        def around(number: int) -> Iterator[None]:
-            with self.reference.trial() as trial:
-                if number == 1:
-                    hypothesis.apply(trial, x)
-                yield
-
-        parts = [(0, span[0]), span, (span[1], len(seen.token_ids))]
-        return compute_parts(self.reference.model, seen, parts, around=around)
+    def _run(
+        self, some: Sequence[tuple[Hypothesis, Trial | None]], only: Sequence[int], again: bool
+    ) -> list[Tensor | None]:
+        asked = [
+            (trial, n)
+            for hypothesis, trial in some
+            for n in only
+            if trial is not None and not (hypothesis.is_sampling and self.observations[n].is_prompt)
+        ]
+        outputs = {trial for hypothesis, trial in some if hypothesis.is_output and not again}
+        run = [pair for pair in asked if pair[0] not in outputs]
+        with _eager(self.reference.model, again and self.is_exact):
+            rows = compute_batch(self.reference.model, [self.observations[n] for _, n in run], [one for one, _ in run])
+        logits, found = dict(zip(run, rows, strict=True)), dict[Trial, Tensor]()
+        for trial, n in asked:
+            all_of_it = found.setdefault(trial, self.truth.clone())
+            mine, own = (
+                self.owner == n,
+                read_entries(self.observations[n], logits.get((trial, n), self.logits[n]), trial.outputs),
+            )
+            if trial.align:
+                mine = mine & self.is_chosen
+                own, end = self.truth[mine].roll(-trial.align), 0 if trial.align < 0 else -1
+                own[end] = self.engine[mine][end]  # at the ends anything may be
+            all_of_it[mine] = own if trial.reports is None else trial.reports(own)
+        return [
+            None if trial is None else found.get(trial, self.truth).nan_to_num(nan=-1e3, neginf=-1e3)
+            for _, trial in some
+        ]
 
 
 @contextmanager
@@ -204,8 +223,8 @@ class Fit:
 
     hypothesis: Hypothesis
     x: float
-    left: float
-    residual: Tensor
+    left: float = 0.0
+    residual: Tensor = field(default_factory=lambda: torch.zeros(0))
     own: float | None = None  # size of what the cause leaves in another order of rounding, where it is known
 
     @property
@@ -235,8 +254,8 @@ def judge(
     fits = fit_all(data, hypotheses if departs else (one for one in hypotheses if not one.is_partial))
     confirmed = [one for one in fits if is_confirmed(data, one)]
     if not confirmed and departs:
-        more, everything = [*solve_bias(data), *search_edits(data, prefixes)], range(len(data.observations))
-        fits = [*(try_value(data, one, 0.0, everything, ~data.held) for one in more), *fits]
+        more = [*solve_bias(data), *search_edits(data, prefixes)]
+        fits = [*Tokens(data, 10**9).sort([Fit(hypothesis=one, x=0.0) for one in more]), *fits]
         fits = [*(fit_dtypes(data) if data.is_exact else ()), *fits]
         confirmed = [one for one in fits if is_confirmed(data, one)]
     confirmed.sort(key=lambda one: one.hypothesis.is_general)
@@ -285,8 +304,8 @@ def is_confirmed(data: Evidence, fit: Fit) -> bool:
     part = 1 - left / before
     if fit.own is not None:
         return part > 0.5 and left <= fit.own
-    again = data.predict(fit.hypothesis, fit.x, range(len(data.observations)), again=True)
-    own = data.size(again - (data.engine - fit.residual), held)
+    (again,) = data.predict([(fit.hypothesis, fit.x)], range(len(data.observations)), again=True)
+    own = 0.0 if again is None else data.size(again - (data.engine - fit.residual), held)
     # Where nearly all is explained, what is left may be that of the coarsest order.
     return part > 0.5 and left <= (DEPARTS if data.is_exact else BAND) * own * (data.coarseness if part > 0.85 else 1)
 
@@ -358,182 +377,224 @@ def grows_with_position(e: Tensor, positions: Tensor) -> float:
 # The search.
 
 
-def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
-    """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
-    first, inside = choose_first(data, 24 if data.is_exact else 80)
-    more = choose_first(data, 100 if data.is_exact else 160)
-    whole, is_late = data.size(data.e, inside), data.is_late
-    visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())
-    # What noise correlates with by itself; float32 has none.
-    alike = ALIKE if data.is_exact else 3 / math.sqrt(int((inside & data.is_chosen).sum()) + 1)
-    queue, found = [one for one in hypotheses if one.units], list[Fit]()
-    while queue:
-        hypothesis = queue.pop(0)
-        is_scoped = hypothesis.is_output or hypothesis.span or hypothesis.fault.startswith(LATE)
-        if is_late and not is_scoped and not hypothesis.fault.endswith("_kv_cache"):
-            label = f"{hypothesis.label}, in decoding alone"
-            hypothesis = replace(hypothesis, label=label, span=_sampled)
-        try:
-            if hypothesis.is_partial:
-                chosen = choose_units(data, hypothesis, hypothesis.grid[0], first, inside)
-                hypothesis = replace(chosen, details=hypothesis.details)
-            best = fit_number(data, hypothesis, first, inside, max(alike, 0.4) if data.is_exact else alike)
-        except RuntimeError:
-            continue  # shapes of this model do not allow it
-        found.append(best)
-        is_whole = best.left < data.limit / 2 if data.is_exact else best.left < min(data.limit, 0.1 * whole)
-        if is_whole and visible >= 2 * TOKENS and explains_all(data, best):
-            found += list_equals(data, best, queue)
-            break
-        if best.left > 0.9 * whole and min(one.left for one in found) < 0.3 * whole:
-            continue  # another cause explains most already
-        predicted = data.e - best.residual
-        is_alike = correlate(data, predicted, inside) > alike
-        ratio = data.size(predicted, inside) / max(whole, 1e-12)
-        if hypothesis.details is not None and (0.2 < ratio < 5 if hypothesis.is_rounding else is_alike):
-            queue = [*hypothesis.details(), *queue]
-        if hypothesis.is_local and len(hypothesis.units) <= FEW:
-            queue = [*(hypothesis.within([name]) for name in hypothesis.units), *queue]
-            continue
-        is_part = is_alike and (not hypothesis.is_rounding or 0.3 < ratio < 10)
-        if len(hypothesis.units) > 1 and (is_part or (hypothesis.fault in ASKED and hypothesis.span is None)):
-            # A number is that of the whole; without one a part is changed or not: an update was taken or not.
-            part = choose_units(data, hypothesis, best.x if _has_size(hypothesis) else hypothesis.grid[0], *more)
-            queue = [*([part] if len(part.units) < len(hypothesis.units) else []), *queue]
-    found = sorted((one for one in found if one.left < whole), key=lambda one: one.left)
-    if data.is_exact and found and found[0].left < data.limit:
-        found = [one for one in found if one.left < 10 * data.limit]  # others are no rivals
-    if not data.is_exact:
-        found = sort_again(data, found[: 3 * FINALISTS], *more)
-    return sort_again(data, found[:FINALISTS], range(len(data.observations)), ~data.held)
+class Tokens:
+    """Observations of a search, and their half of the fit: those that show most of the difference per token."""
+
+    def __init__(self, data: Evidence, least: int) -> None:
+        self.data = data
+
+        def worth(n: int) -> float:
+            seen = data.observations[n]
+            return data.size(data.e, data.owner == n) * len(seen.positions) / len(seen.token_ids)
+
+        ordered = sorted(range(len(data.observations)), key=worth, reverse=True)
+        rows = torch.tensor([len(data.observations[n].positions) for n in ordered]).cumsum(0)
+        self.only = ordered[: 1 + int((rows < least).sum())]
+        self.inside = torch.isin(data.owner, torch.tensor(self.only)) & ~data.held
+        self.whole = data.size(data.e, self.inside)
+        # What noise correlates with by itself; float32 has none.
+        self.alike = ALIKE if data.is_exact else 3 / math.sqrt(int((self.inside & data.is_chosen).sum()) + 1)
+
+    def try_all(self, tried: Sequence[tuple[Hypothesis, float]]) -> list[Fit | None]:
+        found: list[Fit | None] = []
+        for (hypothesis, x), predicted in zip(tried, self.data.predict(tried, self.only), strict=True):
+            residual = self.data.engine - predicted if predicted is not None else None
+            left = 0.0 if residual is None else self.data.size(residual, self.inside)
+            found.append(None if residual is None else Fit(hypothesis=hypothesis, x=x, left=left, residual=residual))
+        return found
+
+    def sort(self, fits: Sequence[Fit]) -> list[Fit]:
+        """The same fits on these tokens, best first."""
+        tried = self.try_all([(one.hypothesis, one.x) for one in fits])
+        return sorted((one for one in tried if one is not None), key=lambda one: one.left)
+
+    def screen(self, hypotheses: Sequence[Hypothesis]) -> list[dict[float, Fit]]:
+        """All values of their grids; each third one where the numbers between are fitted."""
+        grids = [one.grid[:: 3 if one.fit else 1] for one in hypotheses]
+        found = iter(self.try_all([(one, x) for one, grid in zip(hypotheses, grids, strict=True) for x in grid]))
+        tried = [{x: next(found) for x in grid} for grid in grids]
+        return [{x: fit for x, fit in one.items() if fit is not None} for one in tried]
+
+    def correlate(self, fit: Fit) -> float:
+        """Prediction and difference, each token's scale taken out: one large token decides nothing."""
+        data, predicted = self.data, self.data.e - fit.residual
+        scale = (data.spread.square() + data.e.square() + predicted.square()).sqrt()
+        a, b = (data.e / scale)[self.inside], (predicted / scale)[self.inside]
+        return float((a * b).sum() / (a.square().sum() * b.square().sum()).sqrt().clamp(min=1e-12))
+
+    def fit_number(self, hypothesis: Hypothesis, tried: dict[float, Fit], alike: float) -> Fit:
+        """Where a third of the grid is promising, all of it, and the numbers between, ever narrower."""
+
+        def extend(numbers: Iterable[float]) -> None:
+            new = [x for x in dict.fromkeys(numbers) if x not in tried]
+            found = self.try_all([(hypothesis, x) for x in new])
+            tried.update({x: one for x, one in zip(new, found, strict=True) if one is not None})
+
+        # A number on the wrong side of the model's moves everything the other way.
+        if (
+            max(abs(self.correlate(one)) for one in tried.values()) > alike / 2
+            or _best(tried).left < PROMISING * self.whole
+        ):
+            extend(hypothesis.grid)
+        best, grid, fit = _best(tried), hypothesis.grid, hypothesis.fit
+        if not fit or best.left >= PROMISING * self.whole:
+            return best
+        there, back, least = (math.log, math.exp, 1) if min(grid) > 0 else (float, float, round(min(grid)) - 99)
+        places = [there(x) for x in sorted({*grid})]
+        at = places.index(there(best.x))
+        wide = max(abs(places[at] - one) for one in (*places[max(0, at - 1) : at + 2], 2 * places[at] - places[at - 1]))
+        for step in range(16):
+            wide /= 2.2
+            near = [back(place) for place in (there(best.x) - wide, there(best.x) + wide)]
+            extend(max(least, round(x)) for x in near) if fit == "whole" else extend(near)
+            best, explained = _best(tried), 1 - _best(tried).left / self.whole
+            if (step > 1 and self.data.is_exact and explained < 0.3) or (step > 6 and explained < 0.7):
+                break  # more digits of a number that explains little
+        return best
+
+    def choose_units(self, hypothesis: Hypothesis, x: float) -> Hypothesis:
+        """The hypothesis in those parts of the model whose effects add up to the difference, by least squares."""
+        data, inside, is_partial = self.data, self.inside, hypothesis.is_partial
+        is_fitted = _has_size(hypothesis)
+        # An effect's curvature is a part of its size, so large differences count no more than small ones.
+        scale = 1 / (data.spread.square() + (0.3 * data.e).square()).sqrt()[inside]
+        target, spread = data.e[inside].clamp(-WORST, WORST), data.spread[inside]
+
+        def compute_effects(sets: Sequence[Iterable[str]]) -> list[Tensor]:
+            predicted = data.predict([(hypothesis.within(names), x) for names in sets], self.only)
+            return [
+                ((data.truth if one is None else one) - data.truth)[inside].clamp(-WORST, WORST) for one in predicted
+            ]
+
+        def cost_of(effect: Tensor) -> float:
+            return float(((target - effect) / spread).abs().sum())
+
+        groups: dict[str, list[str]] = {}
+        for name in hypothesis.units:
+            layer = re.match(r".*?\.\d+(?=\.)", name) if len(hypothesis.units) > MANY else None
+            groups.setdefault(layer[0] if layer else name, []).append(name)
+        while True:
+            effects = torch.stack(compute_effects([*groups.values()])) * scale
+            square = effects @ effects.T
+            own = square.diagonal()  # parts that are left out have effects of very different sizes
+            square += torch.diag(1e-4 * (own if is_partial else own.mean().expand_as(own)) + 1e-9)
+            parts = dict(zip(groups, torch.linalg.solve(square, effects @ (target * scale)).tolist(), strict=True))
+            if is_fitted:
+                most = max(max(map(abs, parts.values())), 1e-12)
+                parts = {name: abs(part) / most for name, part in parts.items()}
+            largest = max(parts, key=lambda name: parts[name])
+            if all(len(names) == 1 for names in groups.values()):
+                break
+            groups = {
+                n: [n] for group, names in groups.items() if parts[group] > 0.2 or group == largest for n in names
+            }
+        chosen = frozenset(name for name, part in parts.items() if part > 0.5) or frozenset({largest})
+        doubts = [] if is_fitted else sorted(parts, key=lambda name: abs(parts[name] - 0.5))
+        doubts = [name for name in doubts if not is_partial or 0.15 < parts[name] < 0.85][:MANY]
+        cost, whole = cost_of(compute_effects([chosen])[0]), cost_of(torch.zeros_like(target))
+        while 0.01 * whole < cost < 0.8 * whole:  # effects do not quite add up
+            others = [other for name in doubts if (other := chosen ^ {name})]
+            costs = dict(zip(others, map(cost_of, compute_effects(others)), strict=True))
+            best = min(costs, key=lambda one: costs[one], default=chosen)
+            if costs.get(best, cost) >= cost:
+                break
+            chosen, cost = best, costs[best]
+        return hypothesis.within(chosen)
 
 
-def _sampled(seen: Observation, x: float) -> tuple[int, int]:
-    return seen.prompt_tokens, len(seen.token_ids)
+def _best(tried: dict[float, Fit]) -> Fit:
+    return min(tried.values(), key=lambda one: one.left)
 
 
 def _has_size(hypothesis: Hypothesis) -> bool:
     return bool(hypothesis.fit and hypothesis.grid[0])
 
 
-def explains_all(data: Evidence, fit: Fit) -> bool:
-    residual = try_value(data, fit.hypothesis, fit.x, range(len(data.observations)), ~data.held).residual
-    return data.size(residual) < (data.limit if data.is_exact else 0.3 * data.size(data.e))
+def _sampled(seen: Observation, x: float) -> tuple[int, int]:
+    return seen.prompt_tokens, len(seen.token_ids)
 
 
-def list_equals(data: Evidence, best: Fit, others: Iterable[Hypothesis]) -> Iterator[Fit]:
+def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
+    """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
+    few, more = (Tokens(data, least) for least in ((24, 100) if data.is_exact else (80, 160)))
+    every = Tokens(data, 10**9)
+    visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())
+    found, sizes, is_late = list[Fit](), list[Fit](), data.is_late
+    queue = [_decode_alone(one) if is_late else one for one in hypotheses if one.units]
+    while queue:
+        some, queue = queue[: data.at_once], queue[data.at_once :]
+        some = [few.choose_units(one, one.grid[0]) if one.is_partial else one for one in some]
+        next_up: list[Hypothesis] = []
+        for number, (hypothesis, tried) in enumerate(zip(some, few.screen(some), strict=True)):
+            if not tried:
+                continue  # shapes of this model do not allow it
+            if hypothesis.is_general:  # before a norm, many parts have one size together
+                own = tried[hypothesis.grid[0]]
+                if any(data.size(own.residual - other.residual, few.inside) < data.limit for other in sizes):
+                    continue
+                sizes.append(own)
+            best = few.fit_number(hypothesis, tried, max(few.alike, 0.4) if data.is_exact else few.alike)
+            found.append(best)
+            is_whole = best.left < (data.limit / 2 if data.is_exact else min(data.limit, 0.1 * few.whole))
+            if is_whole and visible >= 2 * TOKENS and _explains_all(every, best):
+                found += list_equals(few, best, [*some[number + 1 :], *next_up, *queue])
+                next_up, queue = [], []
+                break
+            if best.left > 0.9 * few.whole and min(one.left for one in found) < 0.3 * few.whole:
+                continue  # another cause explains most already
+            next_up += _list_parts(few, more, best)
+        queue = [*next_up, *queue]
+    found = sorted((one for one in found if one.left < few.whole), key=lambda one: one.left)
+    if data.is_exact and found and found[0].left < data.limit:
+        found = [one for one in found if one.left < 10 * data.limit]  # others are no rivals
+    if not data.is_exact:
+        found = more.sort(found[: 3 * FINALISTS])
+    return every.sort(found[:FINALISTS])
+
+
+def _decode_alone(hypothesis: Hypothesis) -> Hypothesis:
+    if hypothesis.is_output or hypothesis.span or hypothesis.fault.startswith(LATE) or "_kv_cache" in hypothesis.fault:
+        return hypothesis
+    return replace(hypothesis, label=f"{hypothesis.label}, in decoding alone", span=_sampled)
+
+
+def _list_parts(few: Tokens, more: Tokens, best: Fit) -> list[Hypothesis]:
+    """Other forms of a promising cause, and the cause in a part of the model."""
+    hypothesis, found = best.hypothesis, list[Hypothesis]()
+    is_alike = few.correlate(best) > few.alike
+    ratio = few.data.size(few.data.e - best.residual, few.inside) / max(few.whole, 1e-12)
+    if hypothesis.details is not None and (0.2 < ratio < 5 if hypothesis.is_rounding else is_alike):
+        found += hypothesis.details()
+    if hypothesis.is_local and len(hypothesis.units) <= FEW:
+        return [*(hypothesis.within([name]) for name in hypothesis.units), *found]
+    if len(hypothesis.units) < 2:
+        return found
+    is_asked = hypothesis.fault in ASKED and hypothesis.span is None
+    if not is_asked:
+        if not is_alike or (hypothesis.is_rounding and not 0.3 < ratio < 10):
+            return found
+        (again,) = more.try_all([(hypothesis, best.x)])
+        if again is None or more.correlate(again) < more.alike:
+            return found
+    # A number is that of the whole; without one a part is changed or not: an update was taken or not.
+    part = more.choose_units(hypothesis, best.x if _has_size(hypothesis) else hypothesis.grid[0])
+    return [part, *found] if len(part.units) < len(hypothesis.units) else found
+
+
+def _explains_all(every: Tokens, fit: Fit) -> bool:
+    (found,) = every.try_all([(fit.hypothesis, fit.x)])
+    return found is not None and found.left < (every.data.limit if every.data.is_exact else 0.3 * every.whole)
+
+
+def list_equals(few: Tokens, best: Fit, others: Sequence[Hypothesis]) -> Iterator[Fit]:
     """Once a cause leaves nothing but rounding on many tokens, only what computes the same can do so, too."""
-    first, inside = choose_first(data, 6)
-    for hypothesis in others:
-        with suppress(RuntimeError):  # shapes of this model do not allow it
-            if hypothesis.fault != best.fault:
-                if hypothesis.is_partial:
-                    hypothesis = choose_units(data, hypothesis, hypothesis.grid[0], first, inside)
-                fit = fit_number(data, hypothesis, first, inside, 0.5)
-                if fit.left < max(2 * best.left, data.limit):
-                    yield fit
-
-
-def sort_again(data: Evidence, fits: Sequence[Fit], only: Sequence[int], inside: Tensor) -> list[Fit]:
-    """On more tokens, best first."""
-    tried = [try_value(data, one.hypothesis, one.x, only, inside) for one in fits]
-    return sorted(tried, key=lambda one: one.left)
-
-
-def choose_first(data: Evidence, least: int) -> tuple[list[int], Tensor]:
-    """Observations that show most of the difference per token that has to be computed, and their half of the fit."""
-
-    def worth(n: int) -> float:
-        seen = data.observations[n]
-        return data.size(data.e, data.owner == n) * len(seen.positions) / len(seen.token_ids)
-
-    ordered = sorted(range(len(data.observations)), key=worth, reverse=True)
-    rows = torch.tensor([len(data.observations[n].positions) for n in ordered]).cumsum(0)
-    first = ordered[: 1 + int((rows < least).sum())]
-    return first, torch.isin(data.owner, torch.tensor(first)) & ~data.held
-
-
-def try_value(data: Evidence, hypothesis: Hypothesis, x: float, only: Sequence[int], inside: Tensor) -> Fit:
-    residual = data.engine - data.predict(hypothesis, x, only)
-    return Fit(hypothesis=hypothesis, x=x, left=data.size(residual, inside), residual=residual)
-
-
-def correlate(data: Evidence, predicted: Tensor, inside: Tensor) -> float:
-    """Of prediction and difference, each token's scale taken out: one large token decides nothing."""
-    scale = (data.spread.square() + data.e.square() + predicted.square()).sqrt()
-    a, b = (data.e / scale)[inside], (predicted / scale)[inside]
-    return float((a * b).sum() / (a.square().sum() * b.square().sum()).sqrt().clamp(min=1e-12))
-
-
-def fit_number(data: Evidence, hypothesis: Hypothesis, first: Sequence[int], inside: Tensor, alike: float) -> Fit:
-    """Each third value of the grid; where that is promising all of it, and the numbers between, ever narrower."""
-    whole, grid = data.size(data.e, inside), hypothesis.grid
-    tried = {x: try_value(data, hypothesis, x, first, inside) for x in grid[::3]}
-    likeness = max(correlate(data, data.e - one.residual, inside) for one in tried.values())
-    if likeness > alike / 2 or min(one.left for one in tried.values()) < PROMISING * whole:
-        tried |= {x: try_value(data, hypothesis, x, first, inside) for x in grid if x not in tried}
-    best = min(tried.values(), key=lambda one: one.left)
-    if not hypothesis.fit or best.left >= PROMISING * whole:
-        return best
-    there, back = (math.log, math.exp) if min(grid) > 0 else (float, float)
-    places = [there(x) for x in sorted({*grid})]
-    at = places.index(there(best.x))
-    wide = max(abs(places[at] - one) for one in (*places[max(0, at - 1) : at + 2], 2 * places[at] - places[at - 1]))
-    for step in range(16):
-        wide /= 2.2
-        for place in (there(best.x) - wide, there(best.x) + wide):
-            x = round(back(place)) if hypothesis.fit == "whole" else back(place)
-            if x not in tried:
-                tried[x] = try_value(data, hypothesis, x, first, inside)
-        best = min(tried.values(), key=lambda one: one.left)
-        explained = 1 - best.left / whole
-        if (step > 3 and data.is_exact and explained < 0.3) or (step > 6 and explained < 0.7):
-            break  # more digits of a number that explains little
-    return best
-
-
-def choose_units(data: Evidence, hypothesis: Hypothesis, x: float, first: Sequence[int], inside: Tensor) -> Hypothesis:
-    """The hypothesis in those parts of the model whose effects add up to the difference, by least squares."""
-    units, is_fitted, is_partial = hypothesis.units, _has_size(hypothesis), hypothesis.is_partial
-    # An effect's curvature is a part of its size, so large differences count no more than small ones.
-    scale = 1 / (data.spread.square() + (0.3 * data.e).square()).sqrt()[inside]
-    target, spread = data.e[inside].clamp(-WORST, WORST), data.spread[inside]
-
-    def effect(names: Iterable[str]) -> Tensor:
-        predicted = data.predict(hypothesis.within(names), x, first) - data.truth
-        return predicted[inside].clamp(-WORST, WORST)
-
-    def cost_of(names: Iterable[str]) -> float:
-        return float(((target - effect(names)) / spread).abs().sum())
-
-    groups: dict[str, list[str]] = {}
-    for name in units:
-        layer = re.match(r".*?\.\d+(?=\.)", name) if len(units) > MANY else None
-        groups.setdefault(layer[0] if layer else name, []).append(name)
-    while True:
-        effects = torch.stack([effect(names) * scale for names in groups.values()])
-        square = effects @ effects.T
-        own = square.diagonal()  # parts that are left out have effects of very different sizes
-        square += torch.diag(1e-4 * (own if is_partial else own.mean().expand_as(own)) + 1e-9)
-        parts = dict(zip(groups, torch.linalg.solve(square, effects @ (target * scale)).tolist(), strict=True))
-        if is_fitted:
-            most = max(max(map(abs, parts.values())), 1e-12)
-            parts = {name: abs(part) / most for name, part in parts.items()}
-        largest = max(parts, key=lambda name: parts[name])
-        if all(len(names) == 1 for names in groups.values()):
-            break
-        groups = {n: [n] for group, names in groups.items() if parts[group] > 0.2 or group == largest for n in names}
-    chosen = {name for name, part in parts.items() if part > 0.5} or {largest}
-    cost, whole = cost_of(chosen), float((target / spread).abs().sum())
-    doubts = [] if is_fitted else sorted(parts, key=lambda name: abs(parts[name] - 0.5))
-    doubts = [name for name in doubts if not is_partial or 0.15 < parts[name] < 0.85]
-    for name in [*doubts[:8], *(doubts if len(doubts) <= MANY else [])]:  # effects do not quite add up
-        if cost < 0.01 * whole:
-            break
-        other = chosen ^ {name}
-        if other and (new := cost_of(other)) < cost:
-            chosen, cost = other, new
-    return hypothesis.within(chosen)
+    others = [one for one in others if one.fault != best.fault]
+    others = [few.choose_units(one, one.grid[0]) if one.is_partial else one for one in others]
+    for hypothesis, tried in zip(others, few.screen(others), strict=True):
+        if tried:
+            fit = few.fit_number(hypothesis, tried, 0.5)
+            if fit.left < max(2 * best.left, few.data.limit):
+                yield fit
 
 
 def solve_bias(data: Evidence) -> list[Hypothesis]:
@@ -559,17 +620,16 @@ def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hy
     if data.is_late:
         return []
     places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
+    places = [n for n in places if data.size(data.e, data.owner == n) >= data.limit]
     edits: dict[tuple[int, ...], Observation] = {}
     # Of prompts before: place (from the end if negative), how many are dropped, which are put there.
     known: list[tuple[int, int, tuple[int, ...]]] = []
     for number, n in enumerate(sorted(places, key=lambda n: len(data.observations[n].token_ids))):
         seen = data.observations[n]
-        if data.size(data.e, data.owner == n) < data.limit:
-            continue
         short, tried, sent = seen.first(10), [*known], seen.prompt_tokens
         if number < 2 and sent <= 160:
             ids = seen.token_ids
-            tried += [(at, count, ()) for count in (1, 2, 3, 4, 5, 6, 8) for at in range(sent - count)]
+            tried += [(at, count, ()) for count in (1, 2, 3, 4, 5, 6, 8) for at in range(sent - count + 1)]
             tried += [(at, 0, (ids[at],)) for at in range(sent)]
             tried += [(at, 2, (ids[at + 1], ids[at])) for at in range(sent - 1)]
             ends = {*range(min(6, sent)), *range(max(0, sent - 6), sent + 1)}

@@ -1,15 +1,16 @@
 """The reference: the trainer's model on the CPU, what an engine reported, and trials that change one thing of it.
 
-A trial changes the model, its inputs or its logits in place, computes the log-probabilities that an engine with that
-change would report, and undoes everything.
+A trial is a change of the model, its inputs or its logits. Many trials run in one batch, each in rows of its own: of a
+small model that takes as long as one.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -96,55 +97,67 @@ class Observation:
         )
 
 
-class Trial:
-    """One change of the reference; what its methods change is undone when the trial ends."""
+@dataclass(slots=True)
+class Change:
+    """What a trial changes of one module."""
 
-    def __init__(self, model: Any, saved: Mapping[str, Tensor], undo: ExitStack) -> None:
-        self.model, self.saved, self._undo = model, saved, undo
-        self.positions: Callable[[Tensor, Tensor], Tensor] | None = (
-            None  # of places `[1, L]` and prompt lengths `[B, 1]`
-        )
+    values: dict[str, Any] = field(default_factory=dict[str, Any])  # parameters, buffers and attributes
+    before: list[Callable[[Any, Any], tuple[Any, Any]]] = field(default_factory=list[Any])  # of args, keyword arguments
+    after: list[Callable[[Any, Any], Any]] = field(default_factory=list[Any])  # of args, output
+
+
+class Trial:
+    """One change of the reference. The model stays as it is: `compute_batch` runs some rows of a batch under a trial."""
+
+    def __init__(self, model: Any, saved: Mapping[str, Tensor]) -> None:
+        self.model, self.saved = model, saved
+        self.changes: dict[nn.Module, Change] = {}
+        self.positions: Callable[[Tensor, Tensor], Tensor] | None = None  # of places `[1, L]`, prompt lengths `[B, 1]`
         self.cache: Callable[[], Any] | None = None  # the prompt, then the rest, go through this cache
         self.inputs: Callable[[Observation], Observation] = lambda seen: seen
         self.outputs: Callable[[Tensor, Observation], Tensor] | None = None  # logits before temperature and filters
         self.reports: Callable[[Tensor], Tensor] | None = None  # what is said in place of log-probabilities
         self.align = 0  # each log-probability is that of the token so many places on
-        self.matrices: dict[nn.Module, Tensor] = {}  # of embedding and output layer, where they share theirs
-        self.sent = torch.zeros(1, 1, dtype=torch.long)  # prompt lengths of the batch that runs
+        self.span: Callable[[Observation], tuple[int, int]] | None = None  # of tokens under the change; others are not
+        self.sent = torch.zeros(1, 1, dtype=torch.long)  # prompt lengths of the rows that run
+        self.inside: Tensor | None = None  # `[B, L]`, tokens of these rows in the span
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """A parameter keeps its dtype and its ties: its data change."""
-        before = getattr(owner, name)
-        if isinstance(before, nn.Parameter):
-            owner, name, before = before, "data", before.data
-        self._undo.callback(setattr, owner, name, before)
-        setattr(owner, name, value.to(before.dtype) if isinstance(before, Tensor) else value)
+    def _change(self, module: nn.Module) -> Change:
+        return self.changes.setdefault(module, Change())
+
+    def get(self, module: nn.Module, name: str) -> Any:
+        values = self.changes[module].values if module in self.changes else {}
+        value = values.get(name, getattr(module, name))
+        return value.data if isinstance(value, nn.Parameter) else value
+
+    def set(self, module: nn.Module, name: str, value: Any) -> None:
+        before = getattr(module, name)
+        value = value.to(before.dtype) if isinstance(before, Tensor) else value
+        is_parameter = isinstance(before, nn.Parameter)
+        self._change(module).values[name] = nn.Parameter(value, requires_grad=False) if is_parameter else value
 
     def hook(self, module: nn.Module, change: Callable[[Any, Any], Any], *, is_whole: bool = False) -> None:
         """`change(inputs, output)` replaces the module's output; the first of several, unless `is_whole`."""
 
-        def run(_: Any, inputs: Any, out: Any) -> Any:
-            if is_whole or not isinstance(out, tuple):
-                return change(inputs, out)
-            return change(inputs, out[0]), *out[1:]
+        def run(inputs: Any, out: Any) -> Any:
+            return change(inputs, out) if is_whole or not isinstance(out, tuple) else (change(inputs, out[0]), *out[1:])
 
-        self._undo.callback(module.register_forward_hook(run).remove)
+        self._change(module).after.append(run)
 
     def hook_inputs(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-        handle = module.register_forward_pre_hook(lambda _, inputs: (change(inputs[0]), *inputs[1:]))
-        self._undo.callback(handle.remove)
+        self._change(module).before.append(lambda inputs, given: ((change(inputs[0]), *inputs[1:]), given))
 
     def hide(self, attention: nn.Module, is_hidden: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         """`is_hidden(query, key, sent)`: pairs of places that this attention does not see, the later keys included."""
 
-        def mask(_: Any, inputs: Any, given: Any) -> tuple[Any, Any]:
+        def mask(inputs: Any, given: Any) -> tuple[Any, Any]:
             states = inputs[0] if inputs else given["hidden_states"]
             at = torch.arange(states.shape[1])
             hidden = is_hidden(at[:, None], at, self.sent[:, :, None]).expand(len(self.sent), len(at), len(at))
             mask = torch.zeros(hidden.shape, dtype=states.dtype).masked_fill(hidden, torch.finfo(states.dtype).min)
             return inputs, {**given, "attention_mask": mask[:, None]}
 
-        self._undo.callback(attention.register_forward_pre_hook(mask, with_kwargs=True).remove)
+        self._change(attention).before.append(mask)
 
     def round_modules(self, dtype: torch.dtype) -> None:
         """Rounds what every module returns; sums between modules and rotary tables stay in float32, as fused kernels
@@ -156,6 +169,38 @@ class Trial:
         for module in self.model.modules():  # routers choose in float32
             if not any(module.children()) and not hasattr(module, "inv_freq") and "Router" not in type(module).__name__:
                 self.hook(module, rounded)
+
+    def call(self, module: nn.Module, forward: Callable[..., Any], inputs: Any, given: Any, plain: Any = None) -> Any:
+        """What `module` returns under this trial; `plain`: what it returns without, if that is known."""
+        change = self.changes.get(module)
+        if change is None:
+            return forward(*inputs, **given)
+        if plain is None and self.inside is not None:
+            plain = forward(*inputs, **given)
+        out = plain
+        if out is None or change.before or change.values:
+            for edit in change.before:
+                inputs, given = edit(inputs, given)
+            own = {name: getattr(module, name) for name in change.values}
+            try:
+                for name, value in change.values.items():
+                    setattr(module, name, value)
+                out = forward(*inputs, **given)
+            finally:
+                for name, value in own.items():
+                    setattr(module, name, value)
+        for edit in change.after:
+            out = edit(inputs, out)
+        return out if self.inside is None else _choose(self.inside, out, plain)
+
+
+def _choose(inside: Tensor, changed: Any, plain: Any) -> Any:
+    if isinstance(changed, tuple):
+        return tuple(_choose(inside, *pair) for pair in zip(changed, plain, strict=True))
+    if not isinstance(changed, Tensor):
+        return changed
+    rows = inside if len(changed) == len(inside) else inside.flatten()  # mixtures see all tokens in a row
+    return torch.where(rows.view(*rows.shape, *[1] * (changed.dim() - rows.dim())), changed, plain)
 
 
 class Reference:
@@ -197,10 +242,8 @@ class Reference:
     def in_dtype(self, dtype: str) -> Any:
         return copy.deepcopy(self.model).to(getattr(torch, dtype))
 
-    @contextmanager
-    def trial(self) -> Iterator[Trial]:
-        with ExitStack() as undo:
-            yield Trial(self.model, self.saved, undo)
+    def trial(self) -> Trial:
+        return Trial(self.model, self.saved)
 
     def plain_logits(self, seen: Observation) -> Tensor:
         """Computed once for each observation: several probes ask for the same."""
@@ -241,63 +284,127 @@ def _widen(value: Any) -> Any:
 
 def compute_logits(model: Any, seen: Observation, *, is_cached: bool = False) -> Tensor:
     """float32 `[positions, V]`. With a cache the prompt runs first and then the rest, another order of rounding."""
-    if is_cached:
-        return compute_parts(model, seen, [(0, seen.prompt_tokens), (seen.prompt_tokens, len(seen.token_ids))])
-    return compute_batch(model, [seen])[0]
+    return _compute_cached(model, seen, rounding_cache()) if is_cached else compute_batch(model, [seen])[0]
 
 
 @torch.no_grad()
-def compute_parts(
-    model: Any,
-    seen: Observation,
-    parts: Sequence[tuple[int, int]],
-    cache: Any = None,
-    around: Callable[[int], AbstractContextManager[object]] = lambda number: nullcontext(),
-) -> Tensor:
-    """One after the other through a cache; `around(number)` is entered while a part runs."""
-    cache, ids, found = rounding_cache() if cache is None else cache, torch.tensor([seen.token_ids]), list[Tensor]()
-    for number, (start, end) in enumerate(parts):
-        if start < end:
-            with around(number):
-                found.append(model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0])
+def _compute_cached(model: Any, seen: Observation, cache: Any) -> Tensor:
+    ids, found = torch.tensor([seen.token_ids]), list[Tensor]()
+    for part in (ids[:, : seen.prompt_tokens], ids[:, seen.prompt_tokens :]):
+        if part.numel():
+            found.append(model(part, past_key_values=cache, use_cache=True).logits[0])
     return torch.cat(found)[torch.tensor(seen.positions) - 1].float()
 
 
 @torch.no_grad()
-def compute_batch(model: Any, observations: Sequence[Observation], trial: Trial | None = None) -> list[Tensor]:
-    """Those of about the same length together."""
-    if trial is not None:
-        observations = [trial.inputs(seen) for seen in observations]
-        if trial.cache is not None:
-            halves = [[(0, seen.prompt_tokens), (seen.prompt_tokens, len(seen.token_ids))] for seen in observations]
-            return [
-                compute_parts(model, seen, parts, trial.cache())
-                for seen, parts in zip(observations, halves, strict=True)
-            ]
+def compute_batch(
+    model: Any, observations: Sequence[Observation], trials: Sequence[Trial | None] | None = None
+) -> list[Tensor]:
+    """Logits `[positions, V]` of each observation, under its trial; those of about the same length run together."""
+    trials = [None] * len(observations) if trials is None else trials
+    observations = [
+        seen if trial is None else trial.inputs(seen) for seen, trial in zip(observations, trials, strict=True)
+    ]
     found: dict[int, Tensor] = {}
-    waiting = sorted(range(len(observations)), key=lambda n: len(observations[n].token_ids))
+    for n, (seen, trial) in enumerate(zip(observations, trials, strict=True)):
+        if trial is not None and trial.cache is not None:
+            found[n] = _compute_cached(model, seen, trial.cache())
+    waiting = sorted({*range(len(observations))} - {*found}, key=lambda n: len(observations[n].token_ids))
     while waiting:
         lengths = [len(observations[n].token_ids) for n in waiting]
         count = max(n for n in range(1, len(waiting) + 1) if n * lengths[n - 1] <= 1.3 * sum(lengths[:n]))
         group, waiting = waiting[:count], waiting[count:]
-        chosen, length = [observations[n] for n in group], lengths[count - 1]
-        ids = torch.tensor([[*seen.token_ids, *[0] * (length - len(seen.token_ids))] for seen in chosen])
-        given: dict[str, Any] = {"use_cache": False}
-        if trial is not None:
-            trial.sent = torch.tensor([[seen.prompt_tokens] for seen in chosen])
-            if trial.positions is not None:
-                given["position_ids"] = (
-                    trial.positions(torch.arange(length)[None], trial.sent).expand(count, -1).clamp(0)
-                )
-        places = sorted({at - 1 for seen in chosen for at in seen.positions})
-        is_whole = "logits_to_keep" not in signature(model.forward).parameters
-        if not is_whole:
-            given["logits_to_keep"] = torch.tensor(places)
-        logits = model(ids, **given).logits
-        row = {place: place if is_whole else number for number, place in enumerate(places)}
-        for n, seen, rows in zip(group, chosen, logits, strict=True):
-            found[n] = rows[torch.tensor([row[at - 1] for at in seen.positions])].float()
+        chosen = [observations[n] for n in group]
+        parts: dict[Trial, list[int]] = {}
+        for row, n in enumerate(group):
+            if (trial := trials[n]) is not None:
+                parts.setdefault(trial, []).append(row)
+        for n, logits in zip(group, _compute_group(model, chosen, parts), strict=True):
+            found[n] = logits
     return [found[n] for n in range(len(observations))]
+
+
+def _compute_group(model: Any, chosen: Sequence[Observation], parts: Mapping[Trial, list[int]]) -> list[Tensor]:
+    """`parts`: the rows of each trial."""
+    length = max(len(seen.token_ids) for seen in chosen)
+    ids = torch.tensor([[*seen.token_ids, *[0] * (length - len(seen.token_ids))] for seen in chosen])
+    positions = torch.arange(length).expand(len(chosen), -1).clone()
+    for trial, rows in parts.items():
+        trial.sent = torch.tensor([[chosen[row].prompt_tokens] for row in rows])
+        if trial.positions is not None:
+            positions[rows] = trial.positions(positions[:1], trial.sent).expand(len(rows), -1).clamp(0)
+        if trial.span is not None:
+            first, end = torch.tensor([trial.span(chosen[row]) for row in rows]).T[:, :, None]
+            trial.inside = (torch.arange(length) >= first) & (torch.arange(length) < end)
+    # Without a mask, positions that do not rise by 1 are taken for several texts in one row.
+    given: dict[str, Any] = {"use_cache": False, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
+    places = sorted({at - 1 for seen in chosen for at in seen.positions})
+    is_whole = "logits_to_keep" not in signature(model.forward).parameters
+    if not is_whole:
+        given["logits_to_keep"] = torch.tensor(places)
+    with _run_under(parts, len(chosen)):
+        logits = model(ids, **given).logits
+    row = {place: place if is_whole else number for number, place in enumerate(places)}
+    return [
+        rows[torch.tensor([row[at - 1] for at in seen.positions])].float()
+        for seen, rows in zip(chosen, logits, strict=True)
+    ]
+
+
+@contextmanager
+def _run_under(parts: Mapping[Trial, list[int]], count: int) -> Iterator[None]:
+    """Each module first runs on the whole batch, then what a trial changes in it on the trial's rows."""
+    is_alone = len(parts) == 1 and all(len(rows) == count for rows in parts.values())
+    active = [*parts] if is_alone else list[Trial]()
+
+    def run(module: nn.Module, forward: Callable[..., Any], *inputs: Any, **given: Any) -> Any:
+        if active:
+            return active[0].call(module, forward, inputs, given)
+        out = _copy(forward(*inputs, **given))
+        for trial, rows in parts.items():
+            if module in trial.changes:
+                own, named, plain = _take((inputs, given, out), rows, count)
+                active.append(trial)
+                try:
+                    _put(out, rows, trial.call(module, forward, own, named, plain), count)
+                finally:
+                    active.clear()
+        return out
+
+    with ExitStack() as undo:
+        for module in {module: None for trial in parts for module in trial.changes}:
+            undo.callback(delattr, module, "forward")
+            module.forward = partial(run, module, module.forward)
+        yield
+
+
+def _copy(value: Any) -> Any:
+    return (
+        tuple(map(_copy, value)) if isinstance(value, tuple) else value.clone() if isinstance(value, Tensor) else value
+    )
+
+
+def _rows(value: Tensor, count: int) -> Tensor:
+    return value if len(value) == count else value.unflatten(0, (count, -1))  # mixtures see all tokens in a row
+
+
+def _take(value: Any, rows: list[int], count: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_take(one, rows, count) for one in value)
+    if isinstance(value, dict):
+        return {name: _take(one, rows, count) for name, one in value.items()}
+    if not isinstance(value, Tensor) or value.dim() < 2 or len(value) % count:
+        return value
+    own = _rows(value, count)[rows]
+    return own if len(value) == count else own.flatten(0, 1)
+
+
+def _put(out: Any, rows: list[int], value: Any, count: int) -> None:
+    if isinstance(out, tuple):
+        for one, part in zip(out, value, strict=True):
+            _put(one, rows, part, count)
+    elif isinstance(out, Tensor):
+        _rows(out, count)[rows] = _rows(value, len(rows))
 
 
 def rounding_cache(keys: Rounding | None = None, values: Rounding | None = None, *, prefill: bool = True) -> Any:

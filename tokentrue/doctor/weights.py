@@ -83,7 +83,13 @@ async def _score_prompt(exam: Examination) -> Finding:
 async def _draws(exam: Examination, verdict: Finding) -> Finding:
     if verdict.verdict is not Verdict.OK or exam.evidence is None:
         return cannot_tell("the reference has other probabilities than the engine")
-    return judge_draws(exam.evidence)
+    more: list[Observation] = []
+    for seed in (1, 2):  # a filter that cuts little shows in many draws only
+        sampling = Sampling(temperature=1.0, max_tokens=exam.max_tokens, seed=exam.seed + seed)
+        answers = await exam.generate(exam.prompts(), sampling)
+        pairs = zip(exam.prompts(), answers, strict=True)
+        more += [Observation.from_completion(prompt, answer) for prompt, answer in pairs if answer.token_ids]
+    return judge_draws(Evidence(exam.reference, [*exam.evidence.observations, *more], exam.dtype))
 
 
 def locate_difference(exam: Examination, findings: Sequence[Finding], engine_model: Any) -> list[Finding]:
