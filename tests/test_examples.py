@@ -28,7 +28,7 @@ AGAINST_A_GATEWAY = {
 }
 ALONE = {
     "verify_model": "nothing rendered again",
-    "custom_family": "{'name': 'calculator', 'arguments': '{\"expression\": \"2+2\"}'} {'user': 'history', 'tool': 'history'}",
+    "custom_family": "{'name': 'calculator', 'arguments': '{\"expression\": \"2+2\"}'} {'user': 'proven', 'tool': 'proven'}",
     "own_trainer": "step 1: reward 0.",
     "nano_provider": "; coverage 100% of ",
     "rescore_edited_turns": "scored, 29 sampled after it: 0 of 35 differ from the trainer's",

@@ -97,12 +97,17 @@ class Splicer:
                 turn.pop("tool_calls", None)
             return self._render(request, [turn] if alone else [turn, *marked], generate=not alone)
 
-        text = render(place)
+        dropped = ExtendError("calls_dropped", "the template does not show the last tool call of the assistant's turn")
+        try:
+            text = render(place)
+        except ExtendError as raised:  # on what the turn says; in "content" it says nothing
+            if place == "content":
+                raise
+            text, dropped = "", raised
         if place == "argument" and text.count(self.contexts.sentinel) != 1:
             place = "content"
             if (text := render(place)) != render(place, calls=False):
-                detail = "the template does not show the last tool call of the assistant's turn"
-                raise ExtendError("calls_dropped", detail)
+                raise dropped
         marked_render = MarkedRender(
             region=self._find_region(text, words),
             rest=text.partition(words[0])[2],
