@@ -45,9 +45,7 @@ def test_a_sample_of_templates() -> None:
     }
     assert verdicts["Qwen3-Coder"]["tool"] == "proven"
     assert verdicts["Kimi-K3"]["tool"] == "proven"  # it counts calls, those of the real conversation
-    assert (
-        verdicts["deepseek-ai-DeepSeek-R1-Distill-Llama-8B"]["tool"] == "proven"
-    )  # results open otherwise after others
+    assert verdicts["deepseek-ai-DeepSeek-R1-Distill-Llama-8B"]["tool"] == "history"  # opens otherwise after others
     assert verdicts["deepseek-ai-DeepSeek-V3.1"]["system"] == "refused"  # hoisted to the top
     assert verdicts["MiniMax-M2"]["system"] == "refused"  # dropped in silence
     assert verdicts["Qwen3.5-4B"]["system"] == "refused"  # raises
