@@ -4,11 +4,16 @@ wrong."""
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
+import tokentrue as tt
 from tests import parts
+from tests.renderers.standins import standin
+from tests.renderers.talk import TOOLS, calls, result, says, user
 from tests.renderers.templates_page import TARGET, Row, page, reasons, rows
+from tokentrue.renderers import renderer_of
 
 # one of each kind: hoists, drops, raises, carries state, opener as stop, alias, no stop, parts, short ids, tools at the
 # last user
@@ -51,6 +56,36 @@ def test_a_sample_of_templates() -> None:
     assert verdicts["Qwen3.5-4B"]["system"] == "refused"  # raises
     assert verdicts["llama-cpp-rwkv-world"]["user"] == "refused"  # no stop token
     assert verdicts["deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"]["tool"] == "refused"  # writes its stop twice
+
+
+EARLIER: list[list[dict[str, Any]]] = [
+    [],
+    [user("zq"), says("zw")],
+    [user("zq"), calls("Oslo", first=50), result("zr", 50), says("zw")],
+    [user("zq"), calls("Oslo", first=50), result("zr", 50), calls("Rome", first=60), result("zr", 60), says("zw")],
+]
+LAST = {
+    "user": ([user("a"), says("b")], [user("NEW")]),
+    "tool": ([user("a"), calls("Paris")], [result("NEW")]),
+    "tools": ([user("a"), calls("Paris", "Oslo")], [result("NEW"), result("MORE", 1)]),
+}
+
+
+def test_a_verdict_says_whether_earlier_turns_change_the_added_ids() -> None:
+    if parts.shared() is None:
+        pytest.skip("the sample is from ../shared/templates, which is not here")
+    for name, text in parts.templates().items():
+        if name not in SAMPLE:
+            continue
+        renderer = renderer_of(standin(text), chat_template=text)
+        for role, (history, new) in LAST.items():
+            stops = renderer.stops.after(history[-1])
+            if renderer.proof.roles[role] == "refused" or not stops:
+                continue
+            prefix, tools = [7, renderer.codec.literals[stops[0]]], TOOLS if role != "user" else None
+            found = [renderer.extend(prefix, [*earlier, *history], new, tools) for earlier in EARLIER]
+            added = {each.added_ids for each in found if isinstance(each, tt.Extension)}
+            assert renderer.proof.roles[role] == ("history" if len(added) > 1 else "proven"), (name, role)
 
 
 @pytest.mark.slow

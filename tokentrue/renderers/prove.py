@@ -70,9 +70,16 @@ SHAPES: dict[str, tuple[Message, ...]] = {
     "system, call": (SYSTEM, _user("za"), make_calls("zlastz")),
     "text and call": (_user("za"), make_calls("zlastz", text="Say zb")),
     "reasoned call": (_user("za"), make_calls("zlastz", **THOUGHT)),
-    "chain of calls": (_user("za"), make_calls("zb"), _result("zc"), make_calls("zlastz")),
+    "chain of calls": (_user("za"), make_calls("zb", first=2), _result("zc", 2), make_calls("zlastz")),
     "long chain": (
-        *(SYSTEM, _user("za"), make_calls("zb"), _result("zc"), make_calls("zd"), _result("ze")),
+        *(
+            SYSTEM,
+            _user("za"),
+            make_calls("zb", first=2),
+            _result("zc", 2),
+            make_calls("zd", first=4),
+            _result("ze", 4),
+        ),
         *(_turn("zf"), _user("zg"), make_calls("zlastz")),
     ),
     "two calls": (_user("za"), make_calls("zb", "zlastz")),
