@@ -92,10 +92,9 @@ def run(name: str, rest: list[str]) -> int:
     import typer
 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found": no command needs it then
-    for closed in [
-        each for each in ("stdout", "stderr") if getattr(sys, each) is None
-    ]:  # `>&-`, or started by a daemon
-        setattr(sys, closed, open(os.devnull, "w"))  # noqa: SIM115
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by `>&-` or by a daemon
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     out: Any = sys.stdout
     if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
         # lone surrogates of damaged files, and other scripts on an ASCII terminal, are printed as escapes

@@ -380,9 +380,12 @@ class Tokens:
     def try_all(self, tried: Sequence[tuple[Hypothesis, float]]) -> list[Fit | None]:
         found: list[Fit | None] = []
         for (hypothesis, x), predicted in zip(tried, self.data.predict(tried, self.only), strict=True):
-            residual = self.data.engine - predicted if predicted is not None else None
-            left = 0.0 if residual is None else self.data.size(residual, self.inside)
-            found.append(None if residual is None else Fit(hypothesis=hypothesis, x=x, left=left, residual=residual))
+            if predicted is None:
+                found.append(None)
+                continue
+            residual = self.data.engine - predicted
+            left = self.data.size(residual, self.inside)
+            found.append(Fit(hypothesis=hypothesis, x=x, left=left, residual=residual))
         return found
 
     def sort(self, fits: Sequence[Fit]) -> list[Fit]:
@@ -413,10 +416,8 @@ class Tokens:
             tried.update({x: one for x, one in zip(new, found, strict=True) if one is not None})
 
         # A number on the wrong side of the model's moves everything the other way.
-        if (
-            max(abs(self.correlate(one)) for one in tried.values()) > alike / 2
-            or _best(tried).left < PROMISING * self.whole
-        ):
+        likeness = max(abs(self.correlate(one)) for one in tried.values())
+        if likeness > alike / 2 or _best(tried).left < PROMISING * self.whole:
             extend(hypothesis.grid)
         best, grid, fit = _best(tried), hypothesis.grid, hypothesis.fit
         if not fit or best.left >= PROMISING * self.whole:
@@ -429,7 +430,8 @@ class Tokens:
             wide /= 2.2
             near = [back(place) for place in (there(best.x) - wide, there(best.x) + wide)]
             extend(max(least, round(x)) for x in near) if fit == "whole" else extend(near)
-            best, explained = _best(tried), 1 - _best(tried).left / self.whole
+            best = _best(tried)
+            explained = 1 - best.left / self.whole
             if (step > 1 and self.data.is_exact and explained < 0.3) or (step > 6 and explained < 0.7):
                 break  # more digits of a number that explains little
         return best

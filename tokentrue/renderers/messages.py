@@ -61,23 +61,20 @@ def normalise_messages(
     messages: Messages,
     inputs: InputFormat,
     *,
-    first: int = 0,
     field: str = "messages",
     named: bool = False,
     calls: Sequence[JsonObject] = (),
 ) -> list[JsonObject]:
-    """`first` is the index of `messages[0]` in the caller's list, for errors. `named`: tool messages get the name (and a
-    missing id) of the call they answer; `calls`: of the turn before.
-    """
-    check_messages(messages, field, first=first)
-    out = [_normalise_message(message, f"{field}[{index}]", inputs) for index, message in enumerate(messages, first)]
+    """`named`: tool messages get the name (and a missing id) of the call they answer; `calls`: of the turn before."""
+    check_messages(messages, field)
+    out = [_normalise_message(message, f"{field}[{index}]", inputs) for index, message in enumerate(messages)]
     return _fill_in_tool_names(out, calls) if named else out
 
 
-def check_messages(messages: JsonValue, field: str, *, first: int = 0) -> None:
+def check_messages(messages: JsonValue, field: str) -> None:
     _check_array(messages, field, "a list of message objects")
     if not set(map(type, messages)) <= {dict}:
-        for index, message in enumerate(messages, first):
+        for index, message in enumerate(messages):
             _check_object(message, f"{field}[{index}]")
 
 
