@@ -1,5 +1,5 @@
 """Templates written to mislead the reading of the syntax tree: each takes something from earlier messages in a way that
-a rule of `extending/earlier.py` could miss."""
+a rule of `earlier.py` could miss."""
 
 CHATML = """{%- for m in messages -%}
 <|im_start|>{{ m.role }}

@@ -21,7 +21,7 @@ from tests.renderers.talk import OWN, TOOLS, calls, folder_of, judge, result, sa
 from tokentrue.errors import TokenTrueError
 from tokentrue.renderers import Renderer, renderer_of
 from tokentrue.renderers.codec import shield_content
-from tokentrue.renderers.extending.earlier import SKIPPED
+from tokentrue.renderers.earlier import SKIPPED
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.template import InputFormat, Template
 
@@ -299,7 +299,7 @@ MUTANTS: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_what_is_wrongly_left_out_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, mutant, template = MUTANTS[name]
-    monkeypatch.setattr(f"tokentrue.renderers.extending.earlier.{place}", mutant)
+    monkeypatch.setattr(f"tokentrue.renderers.earlier.{place}", mutant)
     assert count_differences(standin(SMALL[template]), SMALL[template], None, 120)[0]
 
 

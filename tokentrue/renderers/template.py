@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from tokentrue.errors import TemplateError, TemplateLimitError
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.records import record
-from tokentrue.renderers.extending.earlier import EARLIER, EarlierMessages, skip_earlier
+from tokentrue.renderers.earlier import EARLIER, EarlierMessages, skip_earlier
 
 if TYPE_CHECKING:
     from jinja2 import Template as CompiledTemplate

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from tokentrue.errors import TemplateError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.renderers.codec import Codec
+from tokentrue.renderers.earlier import SKIPPED
 from tokentrue.renderers.extending.contexts import (
     ContextBuilder,
     ExtendError,
@@ -23,7 +24,6 @@ from tokentrue.renderers.extending.contexts import (
     SentinelPlace,
     mark_ids,
 )
-from tokentrue.renderers.extending.earlier import SKIPPED
 from tokentrue.renderers.extending.spans import find_contents, split_at_words
 from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.template import InputFormat, Template, make_content
