@@ -168,6 +168,32 @@ async def test_no_session_of_a_failed_rollout_stays_open(tmp_path: Path) -> None
         server.stop()
 
 
+async def test_a_rollout_cancelled_while_its_session_is_created_leaves_none_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = scripted_server(tmp_path, ["unused"])
+    is_created, opens = asyncio.Event(), AsyncClient.open
+
+    async def open_slowly(self: AsyncClient, **settings: Any) -> Any:
+        made = await opens(self, **settings)
+        is_created.set()
+        await asyncio.sleep(0.2)
+        return made
+
+    monkeypatch.setattr(AsyncClient, "open", open_slowly)
+    try:
+        async with GatewaySessions(server.url, sampling={}, admin_key=server.admin_key) as sessions:
+            playing = asyncio.create_task(run_one(Raising(), plan_tasks("h")[0], sessions, timeout_s=60))
+            await is_created.wait()
+            playing.cancel()
+            await asyncio.wait([playing])
+            assert playing.cancelled()
+        found = server.ask("GET", "/sessions")[1]["sessions"]
+        assert [session["state"] for session in found] == ["ended"]
+    finally:
+        server.stop()
+
+
 async def raise_soon(error: Exception) -> None:
     await asyncio.sleep(0.01)
     raise error

@@ -110,19 +110,26 @@ class GatewaySessions:
     @contextlib.asynccontextmanager
     async def open(self, plan: Plan) -> AsyncGenerator[GatewaySession, None]:
         """Ended with the block. It stays open only if the rollout will be resumed."""
-        session_id, base_url, api_key = await self._create(plan)
+        # shielded: the gateway may hold the session already when a cancellation arrives
+        creating = asyncio.ensure_future(self._create(plan))
         try:
+            session_id, base_url, api_key = await asyncio.shield(creating)
             client = self._openai.with_options(base_url=base_url, api_key=api_key)
             yield GatewaySession(session_id, client, self.admin, self._images)
         except BaseException as error:
             is_kept = self._resume and (not isinstance(error, Exception) or self._is_retried(error))
-            if not is_kept:
+            if is_kept:
+                creating.cancel()
+            else:
                 # purge a resumable session: the rollout may run again under its name
-                ending = asyncio.ensure_future(self._end(session_id, purge=self._purge or self._resume))
+                ending = asyncio.ensure_future(self._end_created(creating, purge=self._purge or self._resume))
                 with contextlib.suppress(Exception):
                     await asyncio.wait_for(asyncio.shield(ending), END_S)
             raise
         await self._end(session_id, purge=self._purge)
+
+    async def _end_created(self, creating: asyncio.Future[tuple[str, str, str]], *, purge: bool) -> None:
+        await self._end((await creating)[0], purge=purge)
 
     async def _end(self, session_id: str, *, purge: bool) -> None:
         await (self.admin.delete_session if purge else self.admin.end_session)(session_id)
