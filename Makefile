@@ -9,6 +9,9 @@ DEVICE ?= cpu
 
 PROGRAMS := $(VENV)/.programs
 
+# Tests start hundreds of processes: none of them should compile the package again where this is set.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test docs check bench experiments clean package wheels images test-slow test-load test-many-gateways test-day test-lowest test-postgres test-partitions test-hostile test-fuzz conformance test-harness test-vllm test-frameworks test-gpu
 
 $(VENV)/.base: pyproject.toml constraints.txt

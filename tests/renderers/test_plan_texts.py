@@ -341,3 +341,25 @@ def test_what_the_recorded_turn_says_is_asked_of_its_own_text(name: str) -> None
             continue
         whole = tokenizer.apply_chat_template([*history, user("go on")], tokenize=False, add_generation_prompt=True)
         assert whole.endswith(renderer.decode(found.added_ids)), history
+
+
+ATTRIBUTES = ["append", "__class__", "__init__", "mro", "pop", "items", "get", "update", "setdefault", "clear", "add", "format", "upper", "gi_frame", "cr_frame", "f_globals", "func_globals", "im_func", "__globals__", "_Namespace__attrs", "index0", "previtem", "name", "role"]
+
+
+def test_the_sandbox_decides_as_it_does_without_memory() -> None:
+    template = Template(CHATML, variables={})
+    template.render([{"role": "user", "content": "x"}], None, {}, earlier=[{"role": "user", "content": "x"}])
+    plain, remembering = template._compiled.environment, template._without_earlier.environment
+    generator = (number for number in range(1))
+    owners: list[Any] = [{}, [], set(), "x", 1, None, dict, str.upper, "x".upper, generator, template, ImportError("x")]
+    for _ in range(2):  # asked, then remembered
+        for owner in owners:
+            for name in ATTRIBUTES:
+                value = getattr(owner, name, None)
+                told = [sandbox.is_safe_attribute(owner, name, value) for sandbox in (plain, remembering)]
+                assert told[0] == told[1], (owner, name)
+                read = [repr(sandbox.getattr(owner, name)) for sandbox in (plain, remembering)]
+                assert read[0] == read[1], (owner, name)
+    for number in range(3000):
+        remembering.is_safe_attribute({}, f"name{number}", None)
+    assert not remembering.is_safe_attribute([], "append", None), "however many names a conversation makes it ask for"

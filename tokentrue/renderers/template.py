@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from tokentrue.errors import TemplateError, TemplateLimitError
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
@@ -21,6 +21,9 @@ from tokentrue.renderers.earlier import EARLIER, EarlierMessages, skip_earlier
 
 if TYPE_CHECKING:
     from jinja2 import Template as CompiledTemplate
+    from jinja2.sandbox import SandboxedEnvironment
+
+MAX_ATTRIBUTES = 1000
 
 
 @record
@@ -78,7 +81,8 @@ class Template:
 
     @cached_property
     def _without_earlier(self) -> CompiledTemplate:
-        environment = self._compiled.environment
+        environment = cast("SandboxedEnvironment", self._compiled.environment.overlay())
+        _remember_safe_attributes(environment)
         return environment.from_string(skip_earlier(environment.parse(self.source)))
 
     def render(
@@ -108,6 +112,22 @@ class Template:
             ) from error
         except Exception as error:  # jinja's own errors, raise_exception, and Python errors out of filters and methods
             raise TemplateError(f"chat_template: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def _remember_safe_attributes(environment: SandboxedEnvironment) -> None:
+    """The sandbox decides by an object's type and the name, and took half of the time of a long conversation."""
+    known: dict[tuple[type, str], bool] = {}
+    is_safe = environment.is_safe_attribute
+
+    def is_known_to_be_safe(owner: object, name: str, value: object) -> bool:
+        key = type(owner), name
+        if key in known:
+            return known[key]
+        if len(known) == MAX_ATTRIBUTES:  # a template can read names that a conversation holds
+            known.clear()
+        return known.setdefault(key, is_safe(owner, name, value))
+
+    environment.is_safe_attribute = is_known_to_be_safe
 
 
 def find_input_format(template: Template, kwargs: JsonMapping) -> InputFormat:
