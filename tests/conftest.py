@@ -48,10 +48,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def pytest_collection() -> None:
+    """The garbage collector need not look again and again at the millions of objects that imports make."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """The garbage collector need not look again and again at the millions of objects that imports have made."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

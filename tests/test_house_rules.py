@@ -92,12 +92,16 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in FILES}
-SYNTAX = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+@cache
+def read_syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imported_names(path: Path) -> Iterator[tuple[str, int]]:
     """Dotted names that a file imports, with the line: at the top, in functions and under TYPE_CHECKING alike."""
-    for node in ast.walk(SYNTAX[path]):
+    for node in ast.walk(read_syntax(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -217,7 +221,7 @@ def test_only_renderers_encode_or_decode() -> None:
         f"{path}:{node.lineno}: {ast.unparse(node.func)}"
         for path in FILES
         if package_of(path) not in {"renderers", "conformance"}
-        for node in ast.walk(SYNTAX[path])
+        for node in ast.walk(read_syntax(path))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in {"encode", "decode"}
@@ -243,7 +247,7 @@ def test_import_is_light() -> None:
 def bound_names(path: Path) -> set[str]:
     """Names that a module's top level binds."""
     found: set[str] = set()
-    for node in ast.walk(SYNTAX[path]):
+    for node in ast.walk(read_syntax(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
