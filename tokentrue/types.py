@@ -40,6 +40,19 @@ UNVERSIONED = 0
 """Policy version of an engine that has none set."""
 
 
+class PastMessages(tuple[Message, ...]):
+    """Recorded messages, which nobody modifies. `read`: a renderer, and what it made of the first of them; the messages
+    of a later turn go on from it, so that a renderer reads each only once.
+    """
+
+    read: tuple[object, tuple[Any, ...]] = (None, ())
+
+    def followed_by(self, messages: Iterable[Message]) -> PastMessages:
+        longer = PastMessages((*self, *messages))
+        longer.read = self.read
+        return longer
+
+
 def is_temperature(value: float) -> bool:
     """0 is greedy; other values must divide logits in float32."""
     return value == 0 or 1e-30 <= value <= 1e30  # false for NaN, too

@@ -20,7 +20,7 @@ from tests.renderers.standins import standin
 from tests.renderers.talk import OWN, TOOLS, calls, folder_of, judge, result, says, stop_id, user
 from tokentrue.errors import TokenTrueError
 from tokentrue.renderers import Renderer, renderer_of
-from tokentrue.renderers.codec import shield_content
+from tokentrue.renderers.codec import shield, shield_each
 from tokentrue.renderers.earlier import SKIPPED
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.template import InputFormat, Template
@@ -179,9 +179,8 @@ def render_whole(tokenizer: Any, renderer: Renderer, request: tuple[Any, ...]) -
     calls = given[-1].get("tool_calls") or ()
     given += normalise_messages(new, renderer.inputs, named=True, calls=calls)
     none = [] if renderer.inputs.no_tools == "empty" else None
-    (given, given_tools), mark = shield_content(
-        renderer.codec, [given, normalise_tools(tools, renderer.inputs) or none]
-    )
+    both = given, normalise_tools(tools, renderer.inputs) or none
+    (given, given_tools), mark = shield_each(renderer.codec, [shield(renderer.codec, value) for value in both])
     more = {**tokenizer.special_tokens_map, **renderer.template_kwargs, "add_generation_prompt": True}
     template = chat_template_utils._compile_jinja_template(renderer.template.source)
     try:
@@ -343,7 +342,32 @@ def test_what_the_recorded_turn_says_is_asked_of_its_own_text(name: str) -> None
         assert whole.endswith(renderer.decode(found.added_ids)), history
 
 
-ATTRIBUTES = ["append", "__class__", "__init__", "mro", "pop", "items", "get", "update", "setdefault", "clear", "add", "format", "upper", "gi_frame", "cr_frame", "f_globals", "func_globals", "im_func", "__globals__", "_Namespace__attrs", "index0", "previtem", "name", "role"]
+ATTRIBUTES = [
+    "append",
+    "__class__",
+    "__init__",
+    "mro",
+    "pop",
+    "items",
+    "get",
+    "update",
+    "setdefault",
+    "clear",
+    "add",
+    "format",
+    "upper",
+    "gi_frame",
+    "cr_frame",
+    "f_globals",
+    "func_globals",
+    "im_func",
+    "__globals__",
+    "_Namespace__attrs",
+    "index0",
+    "previtem",
+    "name",
+    "role",
+]
 
 
 def test_the_sandbox_decides_as_it_does_without_memory() -> None:

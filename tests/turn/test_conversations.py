@@ -103,7 +103,7 @@ class ReaderOnAndOff(RuleBasedStateMachine):
             assert tree.full_ids(node) == [
                 id_ for step in path for ids in (step.given_ids, step.sampled_ids) for id_ in ids
             ]
-            assert tree.messages(node) == [
+            assert list(tree.messages(node)) == [
                 message for step in path for message in (*tree.given_messages(step), step.served)
             ]
 

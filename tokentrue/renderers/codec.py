@@ -1,6 +1,6 @@
 """Text <-> ids for one tokenizer: either as the engine encodes, or so that content can never become an added token.
 
-Both give the same ids where content contains no added-token literal. `shield_content` marks literals in content before
+Both give the same ids where content contains no added-token literal. `shield` marks literals in content before
 rendering; the rendered text is split at the unmarked ones, and the text between is encoded without added tokens.
 """
 
@@ -10,7 +10,7 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -29,9 +29,6 @@ EDGE = f"\ufdef{secrets.token_hex(8)}\ufdef"
 """Added token of the helper tokenizers only; random per process, so no input can contain it deliberately."""
 
 
-MAX_HARMLESS_CHARS = 32 << 20
-
-
 class LiteralSpan(NamedTuple):
     """`text[start:end]` is the added token `literal` plus the blanks it absorbs."""
 
@@ -45,25 +42,15 @@ class LiteralFinder:
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self._tokens = {token.content: token for token in tokens if token.content}
-        self._harmless: set[str] = set()
-        self._harmless_chars = 0
 
     def is_harmless(self, text: str) -> bool:
-        """False if content of this text needs a shield. Harmless texts are remembered, as every turn sends the whole
-        conversation again: `extend` takes 11.8 ms of processor time at 260 messages with it, 13.5 without.
-        """
-        if text in self._harmless:
-            return True
-        if self.may_touch(text) and (
-            _holds_any(text, MARKS) or self.find(text) or self.may_begin_at_end(text) or self.may_end_at_start(text)
-        ):
-            return False
-        self._harmless_chars += len(text)
-        if self._harmless_chars > MAX_HARMLESS_CHARS:
-            self._harmless.clear()
-            self._harmless_chars = len(text)
-        self._harmless.add(text)
-        return True
+        """False if content of this text needs a shield."""
+        return not self.may_touch(text) or not (
+            any(mark in text for mark in MARKS)
+            or self.find(text)
+            or self.may_begin_at_end(text)
+            or self.may_end_at_start(text)
+        )
 
     def find(self, text: str) -> list[LiteralSpan]:
         if not any(start in text for start in self._starts):
@@ -263,7 +250,7 @@ class Codec:
 
     def encode(self, text: str, mark: str = "") -> TokenIds:
         """Encodes a whole text. Without `mark` as the engine does: every literal in it becomes its token; else only
-        those that `shield_content` has not marked.
+        those that `shield` has not marked.
         """
         return self._encode_pieces(text, mark, at_start=True) if mark else self.encoded.encode(self.backend, text)
 
@@ -332,10 +319,6 @@ def _copy_without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
 MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDEF))  # noncharacters: never assigned, valid in UTF-8
 
 
-def needs_shield(codec: Codec, value: JsonValue) -> bool:
-    return not all(map(codec.guarded.is_harmless, strings_in(value)))
-
-
 def strings_in(value: JsonValue) -> Iterator[str]:
     waiting = [value]
     while waiting:
@@ -349,25 +332,48 @@ def strings_in(value: JsonValue) -> Iterator[str]:
             waiting += item
 
 
-def shield_content(codec: Codec, value: JsonValue) -> tuple[Any, str]:
-    """Breaks literals in the strings of `value` with a mark, a character that none of them contains; returns both. If
-    nothing needs it, `value` itself and "".
+class Shielded(NamedTuple):
+    """`value`, and `shielded`: with the first of MARKS in what could become structure; `value` itself if nothing could.
+    `held`: the characters of MARKS that its strings have.
     """
-    if not needs_shield(codec, value):
-        return value, ""
-    mark = next((mark for mark in MARKS if not _holds_any(value, (mark,))), "")
+
+    value: Any
+    shielded: Any
+    held: str = ""
+
+
+def shield_each(codec: Codec, values: Sequence[Shielded]) -> tuple[list[Any], str]:
+    """The shielded values, and the mark in them, a character that none of them had; "" if none needed it."""
+    held = "".join(each.held for each in values)
+    mark = next((mark for mark in MARKS if mark not in held), "")
     if not mark:
         detail = "content holds all of U+FDD0 to U+FDEE, none is left to mark literals with"
         raise MessageError(detail, field="messages")
+    if all(each.shielded is each.value for each in values):
+        return [each.value for each in values], ""
+    if mark == MARKS[0]:
+        return [each.shielded for each in values], mark
+    return [_shield(codec, each.value, mark) for each in values], mark
 
-    def shield(item: JsonValue) -> JsonValue:
+
+def shield(codec: Codec, value: JsonValue) -> Shielded:
+    if all(map(codec.guarded.is_harmless, strings_in(value))):
+        return Shielded(value, value)
+    held = "".join(mark for mark in MARKS if any(mark in text for text in strings_in(value)))
+    return Shielded(value, _shield(codec, value, MARKS[0]), held)
+
+
+def _shield(codec: Codec, value: JsonValue, mark: str) -> JsonValue:
+    """Breaks literals in the strings of `value` with the mark."""
+
+    def shield_item(item: JsonValue) -> JsonValue:
         if isinstance(item, str):
             return item if codec.guarded.is_harmless(item) else _shield_text(item, codec.guarded, mark)
         if is_object(item):
-            return {shield(key): shield(each) for key, each in item.items()}
-        return [shield(each) for each in cast("list[JsonValue]", item)] if isinstance(item, list) else item
+            return {shield_item(key): shield_item(each) for key, each in item.items()}
+        return [shield_item(each) for each in cast("list[JsonValue]", item)] if isinstance(item, list) else item
 
-    return shield(value), mark
+    return shield_item(value)
 
 
 def _shield_text(text: str, literals: LiteralFinder, mark: str) -> str:
@@ -389,7 +395,3 @@ def _shield_text(text: str, literals: LiteralFinder, mark: str) -> str:
         bare = text.lstrip()
         text = text[: len(text) - len(bare)] + mark + bare
     return text
-
-
-def _holds_any(value: JsonValue, marks: tuple[str, ...]) -> bool:
-    return any(not text.isascii() and any(mark in text for mark in marks) for text in strings_in(value))

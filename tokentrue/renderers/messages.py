@@ -67,8 +67,8 @@ def normalise_messages(
 ) -> list[JsonObject]:
     """`named`: tool messages get the name (and a missing id) of the call they answer; `calls`: of the turn before."""
     check_messages(messages, field)
-    out = [_normalise_message(message, f"{field}[{index}]", inputs) for index, message in enumerate(messages)]
-    return _fill_in_tool_names(out, calls) if named else out
+    out = [normalise_message(message, f"{field}[{index}]", inputs) for index, message in enumerate(messages)]
+    return name_tool_messages(out, calls) if named else out
 
 
 def check_messages(messages: JsonValue, field: str) -> None:
@@ -78,7 +78,7 @@ def check_messages(messages: JsonValue, field: str) -> None:
             _check_object(message, f"{field}[{index}]")
 
 
-def _normalise_message(message: JsonMapping, field: str, inputs: InputFormat) -> JsonObject:
+def normalise_message(message: JsonMapping, field: str, inputs: InputFormat) -> JsonObject:
     check_depth(message, field)
     out: JsonObject = {
         key: _copy_json(value, f"{field}.{key}")
@@ -159,7 +159,9 @@ def _normalise_arguments(arguments: JsonValue, inputs: InputFormat) -> JsonValue
     return arguments if isinstance(arguments, str) else make_arguments(arguments, inputs)
 
 
-def _fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject]) -> list[JsonObject]:
+def name_tool_messages(messages: Sequence[JsonObject], calls: Sequence[JsonObject] = ()) -> list[JsonObject]:
+    """The messages, with copies of the tool messages that had no name. `calls`: of the turn before them."""
+    out = list(messages)
     names = {call["id"]: call["function"]["name"] for call in calls if call["id"]}
     waiting = list(calls)
     for index, message in enumerate(messages):
@@ -171,12 +173,13 @@ def _fill_in_tool_names(messages: list[JsonObject], calls: Sequence[JsonObject])
             answered = _find_answered(messages, index, waiting)
             if answered is not None:
                 waiting.remove(answered)
+                out[index] = dict(message)
                 if not call_id and answered["id"]:
-                    message["tool_call_id"] = answered["id"]
-                message.setdefault("name", answered["function"]["name"])
+                    out[index]["tool_call_id"] = answered["id"]
+                out[index].setdefault("name", answered["function"]["name"])
             elif call_id in names:
-                message.setdefault("name", names[call_id])
-    return messages
+                out[index] = {**message, "name": message.get("name", names[call_id])}
+    return out
 
 
 def _find_answered(messages: Sequence[JsonObject], index: int, waiting: Sequence[JsonObject]) -> JsonObject | None:

@@ -24,6 +24,7 @@ from tokentrue.types import (
     Finish,
     ImageRun,
     Message,
+    PastMessages,
     PromptSpan,
     RoutedExperts,
     Sampling,
@@ -124,7 +125,7 @@ class Node:
 class _Path:
     node: str
     ids: TokenIds
-    messages: Sequence[Message]
+    messages: PastMessages
 
 
 TOKEN_IDS = "token_ids"  # the projection of a turn whose caller sent the ids of its prompt
@@ -155,7 +156,7 @@ class Tree:
         self._hashes: dict[str, HashState] = {}  # node -> SHA-256 state over its prompt and sampled ids
         self._arguments: dict[str, list[str]] = defaultdict(list)  # id of a served call -> its arguments
         self._start = start_link(template=template, tokenizer=tokenizer)
-        self._newest = _Path("", EMPTY, ())  # the last one requested: its children begin with it
+        self._newest = _Path("", EMPTY, PastMessages())  # the last one requested: its children begin with it
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -211,9 +212,9 @@ class Tree:
     def given_messages(self, node: Node) -> list[Message]:
         return self.expand(node.given)
 
-    def messages(self, node: Node | None) -> list[Message]:
+    def messages(self, node: Node | None) -> PastMessages:
         """The conversation up to and including what `node` served, as recorded."""
-        return [] if node is None else list(self._full_path(node).messages)
+        return PastMessages() if node is None else self._full_path(node).messages
 
     def _full_path(self, node: Node) -> _Path:
         """Walks back to the root or to the cached path: the next turn costs only what it adds."""
@@ -221,7 +222,7 @@ class Tree:
         while at.id != known.node:
             steps.append(at)
             if at.parent is None:
-                known = _Path("", EMPTY, ())
+                known = _Path("", EMPTY, PastMessages())
                 break
             at = self.nodes[at.parent]
         if not steps:
@@ -230,7 +231,7 @@ class Tree:
         ids = TokenIds.concat([known.ids, *(ids for step in steps for ids in (step.given_ids, step.sampled_ids))])
         ids.sha256()  # later prompts hash only what they add
         added = [message for step in steps for message in (*self.given_messages(step), step.served)]
-        self._newest = _Path(node.id, ids, [*known.messages, *added])
+        self._newest = _Path(node.id, ids, known.messages.followed_by(added))
         return self._newest
 
     def find_prefix(self, ids: TokenIds) -> Node | None:

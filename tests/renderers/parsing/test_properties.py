@@ -18,7 +18,7 @@ from tests.contract.subjects import OWN, Subject
 from tests.contract.suite import TOOLS, assert_same
 from tests.marks import examples
 from tests.renderers.parsing.test_parsing import add_up, as_streamed
-from tokentrue.renderers.codec import needs_shield
+from tokentrue.renderers.codec import shield
 from tokentrue.types import Ended, Status
 
 NAMES = [subject.name for subject in OWN]
@@ -198,7 +198,7 @@ def _single_bytes(r: Any) -> dict[int, int]:
 def check_inverts(name: str, data: st.DataObject) -> None:
     subject, r = SUBJECTS[name], renderer(name)
     message = data.draw(messages(subject))
-    assume(not needs_shield(r.codec, message))  # text that reads as a marker is written as one here
+    assume(shield(r.codec, message).shielded is message)  # text that reads as a marker is written as one here
     history = [{"role": "user", "content": "Go."}]
     prompt = r.render(history, tools=TOOLS).token_ids
     r.parse([], prompt_ids=prompt)

@@ -19,15 +19,21 @@ from tokentrue.errors import TemplateError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_array
 from tokentrue.plain_json import digest
-from tokentrue.renderers.codec import Codec, shield_content
+from tokentrue.renderers.codec import Codec, Shielded, shield, shield_each
 from tokentrue.renderers.extending.contexts import ExtendError, ExtendPlan, ExtendRequest
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer, list_texts
 from tokentrue.renderers.extending.stops import Stops
-from tokentrue.renderers.messages import check_messages, normalise_messages, normalise_tools
+from tokentrue.renderers.messages import (
+    check_messages,
+    name_tool_messages,
+    normalise_message,
+    normalise_messages,
+    normalise_tools,
+)
 from tokentrue.renderers.seeing.images import ImageInputs
 from tokentrue.renderers.template import InputFormat, Template
-from tokentrue.types import Extension, Ids, Messages, Refusal, Rendered, Tools
+from tokentrue.types import Extension, Ids, Messages, PastMessages, Refusal, Rendered, Tools
 
 History: TypeAlias = Literal["keep", "template"]
 MAX_PLANS = 4096
@@ -57,7 +63,7 @@ class Extender:
         self._history, self._max_plans = history, max_plans
         self._stop_ids = {codec.literals[text] for text in stops.all}
         self._plans: OrderedDict[Hashable, ExtendPlan] = OrderedDict()
-        self._tools: tuple[bytes, list[JsonObject] | None] = b"", None  # the last ones, by key
+        self._tools = b"", Shielded(None, None)  # the last ones, by key
 
     def extend(
         self, prefix_ids: TokenIds, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
@@ -109,9 +115,7 @@ class Extender:
         self, messages: list[JsonObject], tools: list[JsonObject] | None
     ) -> tuple[list[JsonObject], list[JsonObject] | None, str]:
         """Messages and tools whose texts cannot become structure, and the mark in them ("" if none was needed)."""
-        if not self._safe:
-            return messages, tools, ""
-        (messages, tools), mark = shield_content(self._codec, [messages, tools])
+        (messages, tools), mark = shield_each(self._codec, list(map(self._shield, (messages, tools))))
         return messages, tools, mark
 
     def rewrites(self, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping) -> bool:
@@ -165,7 +169,8 @@ class Extender:
         self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
     ) -> tuple[ExtendRequest, Hashable]:
         """The request, and a key that requests of one form share."""
-        *past, last = normalise_messages(messages, self._inputs, named=self._safe)
+        read = self._read_past(messages)
+        first, last = read[0].value, read[-1].value
         calls = last.get("tool_calls") or ()
         fresh = normalise_messages(new, self._inputs, field="new", named=self._safe, calls=calls)
         last_id = int(prefix_ids[-1])
@@ -173,12 +178,13 @@ class Extender:
         in_reasoning = not is_stop and self._is_in_reasoning(prefix_ids, last, kwargs)
         tools_key, known_tools = make_key(tools), self._tools
         if known_tools[0] != tools_key:
-            known_tools = self._tools = tools_key, normalise_tools(tools, self._inputs)
-        given, given_tools, mark = self.shield([*past, last, *fresh], known_tools[1])
+            known_tools = self._tools = tools_key, self._shield(normalise_tools(tools, self._inputs))
+        (*given, given_new, given_tools), mark = shield_each(self._codec, [*read, self._shield(fresh), known_tools[1]])
+        *past, given_last = name_tool_messages(given) if self._safe else given
         request = ExtendRequest(
-            past=given[: len(past)],
-            last=given[len(past)],
-            new=given[len(past) + 1 :],
+            past=past,
+            last=given_last,
+            new=given_new,
             tools=given_tools,
             mark=mark,
             kwargs=kwargs,
@@ -186,10 +192,23 @@ class Extender:
             is_stop=is_stop,
             in_reasoning=in_reasoning,
         )
-        system = past[0] if past and past[0]["role"] in ("system", "developer") else None
+        system = first if first["role"] in ("system", "developer") else None
         shapes = tuple(map(describe_shape, (last, *fresh)))
         values = tools_key, make_key(system), repr(sorted(kwargs.items()))
         return request, (shapes, *values, request.stop, in_reasoning)
+
+    def _shield(self, value: JsonValue) -> Shielded:
+        return shield(self._codec, value) if self._safe else Shielded(value, value)
+
+    def _read_past(self, messages: Messages) -> Sequence[Shielded]:
+        """The messages in normal form, shielded; each recorded message is read once."""
+        past = messages if isinstance(messages, PastMessages) else PastMessages(messages)
+        reader, known = past.read
+        read = [*known] if reader is self else []
+        for index, message in enumerate(past[len(read) :], len(read)):
+            read.append(self._shield(normalise_message(message, f"messages[{index}]", self._inputs)))
+        past.read = self, tuple(read)
+        return read
 
     def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: JsonMapping) -> bool:
         """True if an open turn was cut off during reasoning: no content, and no end-of-reasoning marker."""

@@ -14,7 +14,7 @@ from tokentrue.sessions.matching import Matcher, Resolution
 from tokentrue.sessions.requests import SessionLimits, count_chars, run_by_size
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 from tokentrue.tracing import traced
-from tokentrue.types import ImageRun, Message, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools, shift_images
+from tokentrue.types import ImageRun, PastMessages, PromptSpan, Refusal, Rendered, TemplateKwargs, Tools, shift_images
 
 
 @record
@@ -89,7 +89,7 @@ async def _extend(
 
 def _extend_by_parts(
     ids: TokenIds,
-    messages: list[Message],
+    messages: PastMessages,
     resolution: Resolution,
     node: Node,
     renderer: Renderer,
@@ -126,7 +126,7 @@ def _extend_by_parts(
             at = len(ids) - start
             ids += copied.sampled_ids
             spans.append(PromptSpan(start=at, end=len(ids) - start, role="assistant", message=end))
-            messages += (*new, copied.served)
+            messages = messages.followed_by((*new, copied.served))
         first = end + 1
     return Prompt(ids=ids, given_ids=ids[start:], spans=tuple(spans), resolution=resolution, images=tuple(images))
 
