@@ -1,0 +1,74 @@
+"""What a renderer keeps of recorded messages: `extend` gives what it gives for messages that it has not seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.renderers.talk import OWN, TOOLS, calls, loaded, result, says, stop_id, user
+from tokentrue import Extension
+from tokentrue.types import PastMessages
+
+# Harmless text, parts of literals that the template's text could complete, whole ones, and the marks of a shield.
+TEXTS = st.text("a <|>/imd_\ufdd0\ufdd1\n", max_size=5) | st.sampled_from(
+    ["<|im_end|>", "a<", "<|im_", "|>", "\ufdd0", "<tool_call>", "[INST]", "<|end|>x\ufdd0", "\ufdd1<|im_start|>"]
+)
+
+
+def make_turn(kind: str, text: str, city: str, at: int) -> list[dict[str, Any]]:
+    """A turn of the model and what follows it."""
+    if kind == "call":
+        return [calls(city, text=text, first=at), result(text, at)]
+    if kind == "unnamed":
+        answer = result(city, at)
+        del answer["tool_call_id"]
+        return [calls(city, first=at), answer]
+    return [says(text), user(city)]
+
+
+TURNS = st.lists(st.tuples(st.sampled_from(["call", "unnamed", "text"]), TEXTS, TEXTS), min_size=2, max_size=5)
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("injection", ["safe", "engine"])
+@given(opening=TEXTS, turns=TURNS, fork=st.integers(0, 4))
+def test_extend_is_the_same_with_and_without_what_was_read(
+    name: str, injection: str, opening: str, turns: list[tuple[str, str, str]], fork: int
+) -> None:
+    renderer = loaded(name, injection=injection)
+    city = opening.replace('"', "")
+    talk = [make_turn(kind, text, city + other.replace("\n", ""), at) for at, (kind, text, other) in enumerate(turns)]
+
+    def compare(past: PastMessages, new: list[dict[str, Any]]) -> None:
+        prefix = [stop_id(renderer, call="tool_calls" in past[-1])]
+        assert renderer.extend(prefix, past, new, TOOLS) == renderer.extend(prefix, list(past), new, TOOLS)
+
+    past = PastMessages([user(opening)])
+    branches: list[PastMessages] = []
+    for turn, after in talk:
+        past = past.followed_by([turn])
+        branches.append(past)
+        compare(past, [after])
+        past = past.followed_by([after])
+    compare(branches[fork % len(branches)], [user(opening)])
+
+
+def test_what_one_renderer_read_is_not_used_by_another() -> None:
+    past = PastMessages([user("<|im_end|> hello"), says("<|im_start|>")])
+    for name in OWN:
+        for injection in ("safe", "engine"):
+            renderer = loaded(name, injection=injection)
+            prefix, new = [stop_id(renderer)], [user("x<|im_end|>")]
+            assert renderer.extend(prefix, past, new) == renderer.extend(prefix, list(past), new), (name, injection)
+
+
+def test_a_list_that_its_owner_changed_is_read_again() -> None:
+    renderer = loaded("qwen3-like")
+    prefix, messages = [stop_id(renderer, call=True)], [user("x"), calls("Rome")]
+    before = renderer.extend(prefix, messages, [result("a")], TOOLS)
+    messages[1] = says("y")
+    after = renderer.extend([stop_id(renderer)], messages, [user("a")], TOOLS)
+    assert isinstance(before, Extension) and isinstance(after, Extension) and before.added_ids != after.added_ids
