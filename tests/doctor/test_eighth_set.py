@@ -18,8 +18,8 @@ from tokentrue.providers.hf import filter_logprobs
 from tokentrue.renderers import load_renderer
 from tokentrue.types import Completion, Sampling
 
-GREEDY = Sampling(temperature=0.0, max_tokens=12, top_logprobs=5)
-FILTERED = Sampling(temperature=1.5, top_p=0.8, max_tokens=12, seed=5)
+GREEDY = Sampling(temperature=0.0, max_tokens=8, top_logprobs=5)
+FILTERED = Sampling(temperature=1.5, top_p=0.8, max_tokens=8, seed=5)
 CONVERSATIONS = (
     [{"role": "user", "content": "What is 12 + 34?"}],
     [
@@ -90,6 +90,8 @@ async def errors_of(plain: Any, name: str) -> tuple[float, float]:
             errors.append(report_error(reference, prompt, found, sampling))
     together = await asyncio.gather(*(case.engine.generate(prompt, GREEDY) for prompt in prompts))
     errors += [report_error(reference, *pair, GREEDY) for pair in zip(prompts, together, strict=True)]
+    if case.folder is not None:
+        case.folder.cleanup()
     return max(errors), draw_error(case.engine)
 
 
