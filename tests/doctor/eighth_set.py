@@ -1,5 +1,5 @@
-"""An eighth set: faults as issues and pull requests of engines, trainers and quantisers report them, by an author who had
-not read the hypotheses, the rules or what they were tested with; and healthy engines that differ as engines may.
+"""An eighth set: faults as issues and pull requests of engines, trainers and quantisers report them, and healthy engines
+that differ as engines may. Its author had read the earlier sets, but not the hypotheses, the rules or their tests.
 
 Every fault and its key were fixed before the doctor was played. Where several names are allowed, the first describes the
 fault best; `unknown` is a key only where no name fits exactly. The engine is that of the seventh set.
