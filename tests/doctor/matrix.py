@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.doctor import fifth_set, fourth_set, reported, second_set, seventh_set, sixth_set, third_set
+from tests.doctor import eighth_set, fifth_set, fourth_set, reported, second_set, seventh_set, sixth_set, third_set
 from tests.doctor.engines import CALCULATOR
 from tokentrue.app.libraries import quiet_libraries
 from tokentrue.doctor import Reference, examine
@@ -38,6 +38,7 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fifth": (fifth_set.FAULTS, fifth_set.HEALTHY),
     "sixth": (sixth_set.FAULTS, sixth_set.HEALTHY),
     "seventh": (seventh_set.FAULTS, seventh_set.HEALTHY),
+    "eighth": (eighth_set.FAULTS, eighth_set.HEALTHY),
 }
 # Causes that got a name after the set with the fault was written.
 NAMED_SINCE = {
