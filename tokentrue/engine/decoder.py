@@ -158,7 +158,7 @@ class Decoder:
             if isinstance(part, Attention | LatentAttention | Dense):
                 values = (getattr(part, field.name) for field in fields(part))
                 yield from (value.weight for value in values if isinstance(value, Product))
-            elif isinstance(part, GatedDelta):
+            elif isinstance(part, GatedDelta) and part.merged is not None:
                 yield part.merged[0]
         if self.head is not None:
             yield self.head.weight

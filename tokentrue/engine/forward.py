@@ -239,10 +239,13 @@ class Forward:
         """A merged product of norm(x + h) (gated if `kind` names an activation), and x + h."""
         changed = step.adapted is not None and (index, name) in self.bank.stacks
         if not changed and (kind is None or product.bias is None) and h is not None and norm is not None:
-            return self.ops.norm_linear(h, x, norm, *product, kind)
+            return self.ops.norm_linear(h, x, norm, product.weight, product.bias, kind)
         normed, x = self.enter(norm, h, x)
         y = self.multiply(index, name, normed, product, step)
-        return (y if kind is None else self.ops.act_mul(*y.chunk(2, -1), kind)), x
+        if kind is not None:
+            gate, up = y.chunk(2, -1)
+            y = self.ops.act_mul(gate, up, kind)
+        return y, x
 
     def enter(self, norm: Norm | None, h: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + h), x + h)."""

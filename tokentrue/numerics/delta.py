@@ -90,8 +90,8 @@ FIELDS = ("q", "k", "v", "b", "a", "convolution", "a_log", "dt_bias")
 def plain_rule(ops: Ops, inputs: DeltaInputs, lengths: Sequence[int], states: DeltaStates | None) -> Tensor:
     """`Ops.delta_rule` in plain torch."""
     history, state = (None, None) if states is None else (states.history[states.slots], states.state[states.slots])
-    scanned, history = scan_inputs(ops, inputs, lengths, history)
-    out, state = scan_sequences(*scanned, lengths, state)
+    (q, k, v, decay, beta), history = scan_inputs(ops, inputs, lengths, history)
+    out, state = scan_sequences(q, k, v, decay, beta, lengths, state)
     if states is not None:
         states.history[states.slots], states.state[states.slots] = history, state
     return out.to(inputs.v.dtype)
@@ -99,7 +99,7 @@ def plain_rule(ops: Ops, inputs: DeltaInputs, lengths: Sequence[int], states: De
 
 def scan_inputs(
     ops: Ops, inputs: DeltaInputs, lengths: Sequence[int], history: Tensor | None
-) -> tuple[tuple[Tensor, ...], Tensor]:
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
     """q, k [T,H,K], v [T,H,V], decay and beta [T,H] in float32, and the next history. (grad)"""
     (_, key_heads, size), group = inputs.q.shape, inputs.b.shape[2]
     mixed = torch.cat([part.flatten(1) for part in (inputs.q, inputs.k, inputs.v)], -1)

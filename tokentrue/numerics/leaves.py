@@ -170,8 +170,8 @@ def heads_agree(
     q, k, v = (randn(tokens, n, d, dtype=dtype, device=device) for n in (many, keys, keys))
     packed, spec = Packed.of((tokens,), device), AttentionSpec(scale=d**-0.5)
     wanted = ops.attention(q, k, v, packed, spec)
-    parts = (q[:, many - h :].contiguous(), *(x[:, keys - j :].contiguous() for x in (k, v)))
-    return same_bits(ops.attention(*parts, packed, spec), wanted[:, many - h :].contiguous())
+    q, k, v = q[:, many - h :].contiguous(), k[:, keys - j :].contiguous(), v[:, keys - j :].contiguous()
+    return same_bits(ops.attention(q, k, v, packed, spec), wanted[:, many - h :].contiguous())
 
 
 def leaves_agree(ops: Ops, k: int, n: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -119,13 +119,13 @@ def _remember_safe_attributes(environment: SandboxedEnvironment) -> None:
     known: dict[tuple[type, str], bool] = {}
     is_safe = environment.is_safe_attribute
 
-    def is_known_to_be_safe(owner: object, name: str, value: object) -> bool:
-        key = type(owner), name
+    def is_known_to_be_safe(obj: object, attr: str, value: object) -> bool:
+        key = type(obj), attr
         if key in known:
             return known[key]
         if len(known) == MAX_ATTRIBUTES:  # a template can read names that a conversation holds
             known.clear()
-        return known.setdefault(key, is_safe(owner, name, value))
+        return known.setdefault(key, is_safe(obj, attr, value))
 
     environment.is_safe_attribute = is_known_to_be_safe
 

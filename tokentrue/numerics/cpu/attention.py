@@ -213,8 +213,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSp
     if not spec.causal:
         return torch.cat([attend_all(*part, spec) for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)])
     if tree is None and lengths[0] % KEYS == 0 and len(set(lengths)) == 1:
-        even = (x.view(len(lengths), lengths[0], *x.shape[1:]) for x in (q, k, v))
-        return PackedAttention.apply(*even, spec.sinks, spec).view(q.shape)  # pyright: ignore
+        even_q, even_k, even_v = (x.unflatten(0, (-1, lengths[0])) for x in (q, k, v))
+        return PackedAttention.apply(even_q, even_k, even_v, spec.sinks, spec).view(q.shape)  # pyright: ignore
     starts = list(accumulate(lengths, initial=0))
     bases, contexts, path = starts, lengths, torch.arange(starts[-1])
     if tree is not None:
