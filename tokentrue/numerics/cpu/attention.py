@@ -211,7 +211,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSp
     """
     lengths, tree = packed.lengths, packed.branches
     if not spec.causal:
-        return torch.cat([attend_all(*part, spec) for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)])
+        parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        return torch.cat([attend_all(*qkv, spec) for qkv in parts])
     if tree is None and lengths[0] % KEYS == 0 and len(set(lengths)) == 1:
         even_q, even_k, even_v = (x.unflatten(0, (-1, lengths[0])) for x in (q, k, v))
         return PackedAttention.apply(even_q, even_k, even_v, spec.sinks, spec).view(q.shape)  # pyright: ignore
