@@ -9,8 +9,9 @@
 5. commit   (`sessions/stages/commits`): check the nodes, write them to the journal, add them to the tree; then reply
 
 A turn that ends early is committed with its reason and the tokens received so far. `providers/pool` resumes a
-generation that breaks off at one engine. Everything runs on the event loop, except large renderings and parses
-(`sessions/requests`) and the journal's writer."""
+generation that breaks off at one engine. The stages run on the event loop. Other threads: large renderings and parses
+(`sessions/requests.run_by_size`), the bytes of images (`sessions/images`), the journal's writer, most of loading a
+session (`Session.open`), and an engine in this process."""
 
 from __future__ import annotations
 
@@ -66,11 +67,15 @@ History = Literal["keep", "template"]
 
 @dataclass(frozen=True, slots=True)
 class JoinedTurn:
+    """An equal request is in flight: this caller waits for its replies."""
+
     turn: InFlightTurn
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
+    """The request key was answered before: these nodes are the answer, one for each choice."""
+
     nodes: Sequence[Node]
 
 
@@ -238,6 +243,8 @@ class Session:
         return await commits.replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
 
     def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> InFlightTurn | JoinedTurn | RecordedTurn:
+        """Returns a new turn that has been started, or what this request repeats: an equal turn in flight, or the nodes
+        recorded under its key. Has no await, so no other request can come between the search and the start."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         if request.prompt_ids is not None and self.record.pin:
@@ -370,7 +377,8 @@ class Session:
         self.revision += 1
 
     async def _close_turn(self, turn: InFlightTurn, node_ids: Sequence[str]) -> None:
-        # A crash before this loses only the late keys: their retries are generated again.
+        # Late keys are of callers that joined after the nodes were built (`joined_keys` has the earlier ones). A crash
+        # before this loses only these keys: their retries are generated again.
         while late := [key for key in turn.request_keys if key not in self.tree.nodes_by_key]:
             await run_to_completion(self._record_late_keys(dict.fromkeys(late, node_ids)))
         self._single_flight.remove(turn)

@@ -388,8 +388,8 @@ class Delta(Struct, frozen=True, kw_only=True, gc=False):
 @record
 class TurnRequest:
     """An agent's next model call, with the whole conversation. `request_key` identifies the request for retries.
-    `continues` is the node whose answer the caller says it continues. `prompt_ids` is the exact prompt of a caller
-    that renders by itself."""
+    `continues` is the node whose answer the caller says it continues: it decides only between equal matches, as
+    `messages` is the whole conversation. `prompt_ids` is the exact prompt of a caller that renders by itself."""
 
     messages: Messages
     tools: Tools | None = None
@@ -421,8 +421,8 @@ class Reply:
     given_tokens: int  # prompt tokens that this turn added
     projection: str
     """How the replayed history matched: "exact", "reasoning_dropped+whitespace", …; "root" if nothing was continued."""
-    edge_reason: str | None = None  # of a new root or fork; None if an end of the record was continued
-    from_record: bool = False  # a retry: the recorded answer, nothing was added
+    edge_reason: str | None = None  # of a root or a fork; None if nothing had continued the parent before
+    from_record: bool = False  # nothing was added for this caller: its key had an answer, or it joined an equal turn
 
 
 class TurnEvent(Struct, frozen=True, kw_only=True, gc=False):

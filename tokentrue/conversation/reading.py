@@ -69,9 +69,10 @@ def _comparable(value: JsonMapping) -> JsonObject:
 
 @record(eq=False)
 class Conversation(Sequence[Message]):
-    """`keys`: the chained loose key after each message. `sources`: the bytes of the messages, in the items of
-    dialect `format`; `ends[i]` counts the messages of the first i + 1 of them. It is None while the turn of item i
-    continues, and from the first unsettled item on: what follows is not shared."""
+    """`facts`: what was read of each message. `keys`: the chained loose key after each message. `sources`: the bytes of
+    the messages, in the items of dialect `format`; `ends[i]` counts the messages of the first i + 1 sources. `ends[i]`
+    is None where an assistant turn is still open after item i (`Dialect.splits_turns`), and from the first unsettled
+    item on (`Dialect.is_settled`): no prefix that ends there is shared with later requests."""
 
     facts: Sequence[ConversationMessage] = ()
     keys: Sequence[bytes] = ()

@@ -67,6 +67,7 @@ class Gateway:
             await self._run_lifespan(receive, send)
         elif scope["type"] == "http":
             errors = self.services.metrics.errors
+            # Of the administrator's routes and unknown paths: `ModelEndpoint` answers errors in its own dialect.
             await answer_errors(self._route, scope, receive, send, dialect=OpenAIChat, errors=errors)
         else:
             await send({"type": "websocket.close", "code": 1008})

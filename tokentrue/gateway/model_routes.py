@@ -124,7 +124,7 @@ class ModelEndpoint:
             with services.sessions.keep_loaded(await self._find(access)) as handle:
                 await request.run(handle)
         except BaseException as error:
-            # If nothing of the body has been read, the owner serves and logs it.
+            # Before `run` nothing of the body has been read: the owner serves and logs the request.
             if isinstance(error, SessionElsewhere) and not request.is_running:
                 await services.peers.forward(error, scope, receive, send)
                 return
@@ -143,7 +143,7 @@ class ModelEndpoint:
 class ModelRequest:
     """One request, whose key has been checked. Read `run` first."""
 
-    is_running = False
+    is_running = False  # True once `run` was called, also after its end
 
     def __init__(self, services: Services, operation: Operation, scope: Scope, receive: Receive, send: Send) -> None:
         self._services, self._operation = services, operation

@@ -81,9 +81,10 @@ class SessionHandle:
     async def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
         decoded = dialect.decode(body)
         conversation, head = await self.read_conversation(dialect, decoded), decoded.head
-        choice = head.sampling.extra.get("tool_choice")
-        if choice is not None:  # enforced by a structural tag in the call format of this session's model
-            name = cast("JsonMapping", choice)["function"]["name"] if isinstance(choice, Mapping) else None
+        tool_choice = head.sampling.extra.get("tool_choice")
+        if tool_choice is not None:  # enforced by a structural tag in the call format of this session's model
+            is_named = isinstance(tool_choice, Mapping)
+            name = cast("JsonMapping", tool_choice)["function"]["name"] if is_named else None
             tag = self.session.renderer.call_tag(head.tools or (), name=name)
             if isinstance(tag, Refusal):
                 raise MessageError(f"cannot be enforced: {tag.detail}", field="tool_choice")

@@ -54,13 +54,15 @@ class Resolution:
     """A request continues `parent` with the new messages `given`, whose call ids are those that were served; or, if
     `parent` is None, `given` is the whole conversation.
 
-    `edge_reason` is None if nothing had continued `parent` before. `origin` is the node whose conversation is
-    continued with other tokens: of a root, or the last turn of `given` that was sampled elsewhere."""
+    `projection` names how the replayed history differs from what was served: "exact", "reasoning_dropped+whitespace",
+    …; "root" for a new root, "token_ids" if the caller sent ids. `edge_reason` is None if nothing had continued `parent` before. `origin` is the node
+    whose conversation is continued with other tokens: of a root, or the last turn of `given` that was sampled
+    elsewhere."""
 
     parent: Node | None
     given: tuple[Given, ...]
     turn_key: TurnKey
-    started: int  # the tree's `committed_seq`
+    started: int  # no time: the tree's `committed_seq` when the request was resolved
     projection: str = "root"
     edge_reason: str | None = None
     detail: str = ""
@@ -99,7 +101,7 @@ class Matcher:
     @traced("resolve")
     async def resolve(self, conversation: Conversation, *, named: str | None = None) -> Resolution:
         """`named` is the node that the request says it continues. Awaits only if long histories must be rendered;
-        turns committed meanwhile are not candidates."""
+        turns committed meanwhile may be missed."""
         search = _Search(self, conversation, named)
         found = await search.find_deepest()
         if found is None:

@@ -71,7 +71,8 @@ class SessionLimits:
 
 # Sampling and identity.
 def check_pinned(sampling: Sampling | JsonMapping | None) -> JsonMapping:
-    """Sampling values that override the client's: of a `Sampling` every field, of a mapping those it names."""
+    """Sampling values of a session that override the client's: of a `Sampling` every field, of a mapping those it
+    names. (Pinned prompts are in `stages/pinning`.)"""
     if isinstance(sampling, Sampling):
         return {name: getattr(sampling, name) for name in _FIELDS}
     values = dict(sampling or {})

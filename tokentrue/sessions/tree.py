@@ -36,9 +36,9 @@ from tokentrue.types import (
 )
 
 Outcome: TypeAlias = Literal["served", "disconnected", "engine_failed", "deleted", "placeholder"]
-"""served: the generation completed. disconnected: all callers left, or the turn's deadline passed. engine_failed:
-this choice, or another one of its turn, failed. deleted: the session was ended meanwhile. placeholder: the model
-sampled a token that only the place of an image may have."""
+"""served: the generation completed (`Node.served` is the message, whatever the outcome). disconnected: all callers
+left, or the turn's deadline passed. engine_failed: this choice, or another one of its turn, failed. deleted: the
+session was ended meanwhile. placeholder: the model sampled a token that only the place of an image may have."""
 
 TurnKey: TypeAlias = tuple[str | None, bytes]
 """(parent, digest of the given messages): nodes with the same key answer exactly the same turn."""
@@ -75,7 +75,7 @@ class Node:
     served: Message
     chain: bytes
     prompt_length: int
-    prompt_digest: bytes  # SHA-256 of the prompt ids, as reported by the provider and equal to what is recorded
+    prompt_digest: bytes  # SHA-256 of the recorded prompt ids; what was sent had the same (`commits._sent_digest`)
     stopped_by: int | str | None = None
     attempts: tuple[Attempt, ...] = ()  # of tool calls that did not parse
     dialect: str = "openai_chat"

@@ -58,9 +58,10 @@ class HttpError(TokenTrueError):
 
 @record
 class RequestHead:
-    """A request without its conversation. `options`: what the reply's shape depends on. `continues`: the node whose
-    conversation comes first, without its `instructions` if `was_instructed`; `last_node`: the last recorded turn
-    that the request names."""
+    """A request's body without its conversation (not the HTTP head). `options`: what the reply's shape depends on.
+    `continues`: the node whose recorded conversation precedes the items of the body (`previous_response_id`), without
+    its `instructions` if `was_instructed`; `last_node`: the last recorded turn that the request names, which becomes
+    `TurnRequest.continues`."""
 
     model: str
     stream: bool = False

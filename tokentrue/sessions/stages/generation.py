@@ -180,6 +180,8 @@ def _check_version(version: int) -> None:
 
 
 class _Received:
+    """What the engine has sent of one choice; recorded in place of a completion if the turn ends early."""
+
     def __init__(self, limit: int) -> None:
         self._room = limit
         self._token_ids, self._logprobs = array("i"), array("d")
