@@ -6,8 +6,8 @@
 2. prompt   (`sessions/stages/prompts`): its recorded ids, untouched, plus what the renderer adds for the new messages
 3. generate (`sessions/stages/generation`): the engine samples n choices; a stream emits events as tokens arrive
 4. parse    (`sessions/stages/generation`): sampled ids become the served message; a stream is parsed incrementally
-5. commit   (`sessions/stages/commits`): check the nodes, write them to the journal, add them to the tree; then the reply,
-   or the last event of a stream, whose deltas were sent before
+5. commit   (`sessions/stages/commits`): check the nodes, write them to the journal, add them to the tree; then the
+   reply, or the last event of a stream, whose deltas were sent before
 
 A turn that ends early is committed with its reason and the tokens received so far. `providers/pool` resumes a
 generation that breaks off at one engine. The stages run on the event loop. Other threads: large renderings and parses

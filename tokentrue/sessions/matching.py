@@ -55,9 +55,9 @@ class Resolution:
     `parent` is None, `given` is the whole conversation.
 
     `projection` names how the replayed history differs from what was served: "exact", "reasoning_dropped+whitespace",
-    …; "root" for a new root, "token_ids" if the caller sent ids. `edge_reason` is None if nothing had continued `parent`
-    before. `origin` is the node whose conversation is continued with other tokens: of a root, or the last turn of
-    `given` that was sampled elsewhere."""
+    …; "root" for a new root, "token_ids" if the caller sent ids. `edge_reason` is None if nothing had continued
+    `parent` before. `origin` is the node whose conversation is continued with other tokens: of a root, or the last turn
+    of `given` that was sampled elsewhere."""
 
     parent: Node | None
     given: tuple[Given, ...]

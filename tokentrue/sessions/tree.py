@@ -75,7 +75,7 @@ class Node:
     served: Message
     chain: bytes
     prompt_length: int
-    prompt_digest: bytes  # SHA-256 of the recorded prompt ids; what was sent had the same (`commits._sent_digest`)
+    prompt_digest: bytes  # SHA-256 of the recorded prompt ids; the provider's prompt had the same (`_sent_digest`)
     stopped_by: int | str | None = None
     attempts: tuple[Attempt, ...] = ()  # of tool calls that did not parse
     dialect: str = "openai_chat"
