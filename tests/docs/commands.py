@@ -29,7 +29,7 @@ from tests.docs.reader import Record, environment
 
 LISTEN_S = 30.0
 FINDERS = (["tokentrue", "diagnose"], ["tokentrue", "doctor"])
-ADDRESS = re.compile(r"http://[\w.\[\]:]+:\d+")
+ADDRESS = re.compile(r"(http://[\w.\[\]:]+:\d+)(/[\w-]+)?")
 
 
 class Shell:
@@ -94,8 +94,8 @@ class Shell:
         assert self._server.stdout is not None
         for line in self._server.stdout:
             if found := ADDRESS.search(line):
-                wait_for_answer(found[0] + path)
-                return found[0]
+                wait_for_answer(found[1] + (found[2] or "") + path)
+                return found[1]
         raise AssertionError(f"$ {command}\n{log.read_text()[-2000:]}")
 
     def _end_server(self) -> None:
