@@ -2,7 +2,11 @@
 
 Where to cut is planned on a whole render, once per shape of request. After that the real conversation is rendered
 without the text of its earlier messages, and the plan is used if the template's texts around the new contents are the
-same.
+same. Example: the recorded ids end with the sampled `Sure.<|im_end|>`, and a user says "More.":
+
+    rendered, a sentinel for the answer    …assistant⏎SENTINEL<|im_end|>⏎<|im_start|>user⏎More.<|im_end|>⏎<|im_start|>…
+    gap: the recorded ids have it                             <|im_end|>
+    tail: encoded, and added to them                                    ⏎<|im_start|>user⏎More.<|im_end|>⏎<|im_start|>…
 """
 
 from __future__ import annotations
