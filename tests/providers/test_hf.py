@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from tests.providers.conformance import Conformance
+from tests.providers.conformance import Conformance, Truth
 from tokentrue.errors import ConfigError, ExactnessError, SamplingError
 from tokentrue.providers.exact import ExactProvider
 from tokentrue.providers.hf import HFProvider
@@ -40,6 +41,18 @@ class TestHF(Conformance):
         after = await provider.generate(prompt, Sampling(temperature=0.0, max_tokens=5))
         assert (before.policy_version, after.policy_version) == (0, 4)
         assert after.logprobs != before.logprobs
+
+
+@pytest.mark.parametrize("setting", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}])
+async def test_the_suite_notices_a_filter_that_is_left_out(tiny_model: Any, prompt: list[int], setting: Any) -> None:
+    class Deaf(HFProvider):
+        truthful_filters = frozenset[str]()
+
+        def stream(self, prompt_ids: Any, sampling: Sampling, **more: Any) -> Any:
+            return super().stream(prompt_ids, replace(sampling, top_k=0, top_p=1.0, min_p=0.0), **more)
+
+    with pytest.raises(AssertionError, match="left out in silence"):
+        await Conformance().test_filters_are_truthful_or_disowned(Deaf(tiny_model), Truth(tiny_model), prompt, setting)
 
 
 def test_missing_model_is_one_line() -> None:
