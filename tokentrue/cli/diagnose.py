@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 from typer import Option
 
@@ -309,7 +309,7 @@ def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable
         ]
         tops.clear()
         with torch.no_grad(), score.active(loaded):
-            found = score(loaded, rows).logprobs
+            found = cast("list[Any]", score(loaded, rows).logprobs)  # torch's `tolist` has no element type
         sides = [TrainerLogprobs(logprobs=[None, *values[1:].tolist()]) for values in found]
         return list(zip(sides, tops or [None] * len(rows), strict=True))
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from tokentrue.app.rollouts import RolloutRun, sessions_on
@@ -256,8 +257,7 @@ def require_listener(address: str) -> None:
 
 def import_ray() -> Any:
     try:
-        import ray
-        import ray.util
+        import_module("ray.util")
     except ImportError as error:
         raise ConfigError("--ray needs Ray: pip install 'tokentrue[ray]'") from error
-    return ray
+    return import_module("ray")

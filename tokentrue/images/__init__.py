@@ -300,10 +300,10 @@ def _get(
     host: str, port: int, path: str, secure: bool, end: float, settings: ImageSettings
 ) -> tuple[bytes, str | None]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for *_, address in found:
-        if not is_public(str(address[0])):
-            raise InputError(f"cannot be fetched: {host} has an address that is not public")
-    plain = socket.create_connection(found[0][4][:2], timeout=max(0.1, end - time.monotonic()))
+    addresses = [(str(address[0]), address[1]) for *_, address in found]
+    if not all(is_public(name) for name, _ in addresses):
+        raise InputError(f"cannot be fetched: {host} has an address that is not public")
+    plain = socket.create_connection(addresses[0], timeout=max(0.1, end - time.monotonic()))
     connection = http.client.HTTPConnection(host, port)
     connection.sock = opened = plain
     if secure:
