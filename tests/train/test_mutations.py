@@ -16,6 +16,7 @@ from tests.train import test_batch, test_loop, test_trainer
 from tests.train.rows import small_model
 from tokentrue.errors import ExactnessError
 from tokentrue.train import checkpoint, exactness, loop, rows, trainer
+from tokentrue.train.checkpoint import Store
 from tokentrue.train.exactness import Agreement, ulps
 from tokentrue.train.rows import Row, SessionRewards, row_from_sample
 from tokentrue.train.trainer import Trainer
@@ -105,8 +106,8 @@ def test_rounds_in_waiting_that_are_not_resumed(tmp_path: Path, monkeypatch: pyt
 def test_updates_that_are_counted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The schedule hangs on them."""
 
-    def anew(target: Trainer, path: Path, *, run_hash: str) -> Any:
-        loaded = plain(target, path, run_hash=run_hash)
+    def anew(target: Trainer, path: Path, store: Store) -> Any:
+        loaded = plain(target, path, store)
         target.updates = 0
         return loaded
 
