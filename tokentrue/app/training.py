@@ -234,10 +234,6 @@ class SampleFile:
         yield from self._groups.values()
 
 
-def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
-    return None if settings.samples is None else SampleFile(settings.samples, settings, trust=trust)
-
-
 @asynccontextmanager
 async def source_for(
     settings: TrainRun, ranks: Ranks, file: SampleFile | None

@@ -253,8 +253,10 @@ def score_all(
 
 
 def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None) -> Row:
+    from tokentrue.samples.shape import spread_spans
+
     scores.check(sample)
-    turns = {i: span.turn for span in sample.spans for i in range(span.start, span.end)}
+    turns = spread_spans(sample, lambda span: f"turn {span.turn}" if span.turn < 8 else "turn 8+", "sampled")
     row = Row(sample=sample, scores=scores, rollout=[], trainer=[], kinds=[], flips=None if tops is None else [])
     for i, trained in enumerate(sample.loss_mask):
         rollout, trainer = sample.rollout_logprobs[i], scores.logprobs[i]
@@ -267,7 +269,7 @@ def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None)
             raise InputError(f"sample {sample.sample_id}: the {side} log-probability of token {i} is {value}; {cure}")
         row.rollout.append(float(rollout))
         row.trainer.append(float(trainer))
-        row.kinds.append("sampled" if i not in turns else f"turn {turns[i]}" if turns[i] < 8 else "turn 8+")
+        row.kinds.append(turns[i])
         if tops is not None and row.flips is not None:
             # A sampled token with probability above one half is the rollout's argmax: does the trainer have another?
             row.flips.append(rollout > math.log(0.5) and tops[i] != sample.token_ids[i])

@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import Any
 
 from tokentrue.app.rollouts import RolloutRun, sessions_on
-from tokentrue.app.wiring import ServeConfig, ServerConfig
+from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, ServerConfig
 from tokentrue.environments import (
     Environment,
     Plan,
@@ -47,7 +47,7 @@ class GatewayActor:
     """`settings` is a ServeConfig whose store outlives the process. Listens at its node's address."""
 
     def __init__(self, settings: ServeConfig, admin_key: str) -> None:
-        os.environ["TOKENTRUE_ADMIN_KEY"] = admin_key
+        os.environ[ADMIN_KEY] = admin_key
         from tokentrue.app.background import BackgroundGateway
         from tokentrue.app.libraries import quiet_libraries
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -35,6 +36,15 @@ def _plain(value: object) -> JsonValue:
 
 def encode_bytes(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
+
+
+def spread_spans(sample: Sample, value: Callable[[Span], T], fill: T) -> list[T]:
+    """A value for each token from its span; a span of a damaged file may be too long."""
+    found = [fill] * len(sample.token_ids)
+    for span in sample.spans:
+        end = min(span.end, len(found))
+        found[span.start : end] = [value(span)] * (end - span.start)
+    return found
 
 
 def sample_to_json(sample: Sample) -> JsonObject:

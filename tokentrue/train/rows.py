@@ -25,6 +25,7 @@ from tokentrue.records import record
 from tokentrue.routing_replay import FREE
 from tokentrue.samples.groups import group_sessions
 from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures
+from tokentrue.samples.shape import spread_spans
 from tokentrue.train.config import AdvantageConfig, Baseline
 from tokentrue.types import Finish, PromptImage, Sample
 
@@ -86,10 +87,7 @@ def row_from_sample(sample: Sample, group: str, temperature: float = 1.0, images
             raise TokenContractError(
                 f"sample {sample.sample_id}, turn {number}: sampled at temperature 0, which has no policy gradient"
             )
-    versions = torch.full((len(logprobs),), -1, dtype=torch.int64)
-    for span in sample.spans:
-        if span.kind == "sampled":
-            versions[span.start : span.end] = span.policy_version or 0
+    versions = spread_spans(sample, lambda span: (span.policy_version or 0) if span.kind == "sampled" else -1, -1)
     return Row(
         sample=sample,
         group=group,
@@ -97,7 +95,7 @@ def row_from_sample(sample: Sample, group: str, temperature: float = 1.0, images
         mask=mask,
         sampled=sampled,
         rollout=torch.tensor([0.0 if value is None else value for value in logprobs], dtype=torch.float64).float(),
-        versions=versions,
+        versions=torch.tensor(versions, dtype=torch.int64),
         temperatures=torch.tensor(scoring_temperatures(sample, temperature), dtype=torch.float32),
         reward=float(sample.reward),
         kept=kept_rows(sample),

@@ -13,6 +13,7 @@ from typing import Any
 from tokentrue.comparison.compare import align
 from tokentrue.errors import TokenTrueError
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.samples.shape import spread_spans
 from tokentrue.types import Ids, Message
 from tokentrue.viewer.blocks import messages_from_tokens
 from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
@@ -39,11 +40,8 @@ def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> JsonObject:
     is_rendered = other is not None
     if other is None:
         other = renderer.encode_sampled(renderer.decode(ids))
-    is_sampled, turn_numbers = [False] * len(ids), [0] * len(ids)
-    for span in branch.sample.spans:
-        size = span.end - span.start
-        is_sampled[span.start : span.end] = [span.kind == "sampled"] * size
-        turn_numbers[span.start : span.end] = [span.turn] * size
+    is_sampled = spread_spans(branch.sample, lambda span: span.kind == "sampled", False)
+    turn_numbers = spread_spans(branch.sample, lambda span: span.turn, 0)
     has_logprob = [value is not None for value in branch.sample.rollout_logprobs]
     breaks: list[tuple[str, int, int, int, int, int, int]] = []
     by_name: dict[str, Counter[str]] = {}
