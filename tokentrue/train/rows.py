@@ -176,19 +176,6 @@ def list_sessions(rows: Sequence[Row]) -> list[list[int]]:
     return list(found.values())
 
 
-@record(eq=False)
-class SessionRewards:
-    rewards: Tensor  # float64
-    groups: Sequence[str]
-    of_row: Sequence[int]
-
-    @staticmethod
-    def of(rows: Sequence[Row]) -> SessionRewards:
-        found = group_sessions((*row.session, row.reward) for row in rows)
-        rewards = torch.tensor(found.rewards, dtype=torch.float64)
-        return SessionRewards(rewards=rewards, groups=found.groups, of_row=found.of_sample)
-
-
 def is_truncated(row: Row) -> bool:
     """Whether a turn ended at its limit of tokens. Old files name the last turn's end alone."""
     return row.sample.finish_reason == Finish.LENGTH or any(
@@ -201,11 +188,10 @@ def mask_truncated(rows: Sequence[Row]) -> list[Row]:
     return [replace(row, mask=torch.zeros_like(row.mask)) if row.session in cut else row for row in rows]
 
 
-def session_advantages(
-    sessions: SessionRewards, baseline: Baseline, config: AdvantageConfig | None = None
-) -> list[float]:
-    config = config or AdvantageConfig()
-    values, groups, eps = sessions.rewards, sessions.groups, config.epsilon
+def session_advantages(rows: Sequence[Row], baseline: Baseline, config: AdvantageConfig | None = None) -> list[float]:
+    sessions = group_sessions((*row.session, row.reward) for row in rows)
+    values, groups = torch.tensor(sessions.rewards, dtype=torch.float64), sessions.groups
+    eps = (config or AdvantageConfig()).epsilon
     ways: Mapping[Baseline, Callable[[], Tensor]] = {
         "grpo": lambda: grpo_advantages(values, groups, eps=eps),
         "grpo_batch": lambda: grpo_advantages(values, groups, eps=eps, scale="batch"),
@@ -215,7 +201,7 @@ def session_advantages(
         "none": lambda: values,
     }
     made = ways[baseline]().tolist()
-    return [made[number] for number in sessions.of_row]
+    return [made[number] for number in sessions.of_sample]
 
 
 def pack(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:

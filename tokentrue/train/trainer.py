@@ -30,7 +30,6 @@ from tokentrue.train.rows import (
     Packing,
     Row,
     ScoredRow,
-    SessionRewards,
     mask_truncated,
     plan_minibatches,
     rows_from_groups,
@@ -218,8 +217,7 @@ class Trainer:
 
     def recompute(self, rows: Sequence[Row]) -> Batch:
         config = self.config
-        sessions = SessionRewards.of(rows)
-        advantages = session_advantages(sessions, config.baseline, config.advantages)
+        advantages = session_advantages(rows, config.baseline, config.advantages)
         parts = self.plan(rows, advantages)
         mine = self.score_parts(self.model, rows, parts)
         reference = {} if self.reference is None else self.score_parts(self.reference, rows, parts)

@@ -6,11 +6,10 @@ named, and counted by the sampled tokens that it touches."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
-from tokentrue.comparison.compare import align
+from tokentrue.comparison.compare import find_gaps
 from tokentrue.errors import TokenTrueError
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.samples.shape import spread_spans
@@ -124,15 +123,7 @@ def differing_ranges(recorded: Ids, other: Ids, cuts: frozenset[int]) -> list[tu
     found: list[tuple[int, int, int, int]] = []
     for first, last, other_first, other_last in find_gaps(*keys):
         start, other_start = mine[first], theirs[other_first]
-        inner = tuple(recorded[start : mine[last]]), tuple(other[other_start : theirs[other_last]])
-        found += [(start + a, start + b, other_start + c, other_start + d) for a, b, c, d in find_gaps(*inner)]
+        inner = find_gaps(tuple(recorded[start : mine[last]]), tuple(other[other_start : theirs[other_last]]))
+        gaps = ((start + a, start + b, other_start + c, other_start + d) for a, b, c, d in inner)
+        found += [gap for gap in gaps if gap[0] < gap[1] or gap[2] < gap[3]]
     return found
-
-
-def find_gaps(mine: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[int, int, int, int]]:
-    at = other_at = 0
-    for i, j in [*align(mine, theirs), (len(mine), len(theirs))]:
-        if i is not None and j is not None:
-            if i > at or j > other_at:
-                yield at, i, other_at, j
-            at, other_at = i + 1, j + 1
