@@ -90,8 +90,8 @@ def plan_rollouts(config: RolloutConfig) -> list[Plan]:
 
 
 def describe_environment(config: RolloutConfig) -> list[str]:
-    notes = getattr(load_environment(config.environment, config.options), "notes", None)
-    return [] if notes is None else notes()
+    notes: Callable[[], list[str]] = getattr(load_environment(config.environment, config.options), "notes", list)
+    return notes()
 
 
 def remember(settings: RolloutRun) -> None:

@@ -18,7 +18,6 @@ import msgspec
 
 from tokentrue.app.configuration import Checks
 from tokentrue.app.libraries import require_device, require_device_name, require_dtype
-from tokentrue.client import ADMIN_KEY as ADMIN_KEY
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import ConfigError, EngineError, EngineUnreachable
 from tokentrue.gateway.config import GatewayConfig, GatewayLimits, ServingConfig
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from tokentrue.renderers.renderer import Renderer
     from tokentrue.sessions.journal import Journal
 
+ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 ENGINE_KEY = "TOKENTRUE_ENGINE_KEY"
 DEFAULT_STORE = "sqlite:tokentrue.sqlite"
 PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 🙂"
