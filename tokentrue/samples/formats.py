@@ -1,4 +1,5 @@
-"""The table of sample file formats: `FORMATS`. To add a trainer, write `*_row` and `*_columns` in `trainer_rows.py` and add one entry here; the command line, the gateway and format detection follow.
+"""The table of sample file formats: `FORMATS`. To add a trainer, write `*_row` and `*_columns` in `trainer_rows.py` and
+add one entry here; the command line, the gateway and format detection follow.
 
 Every trainer's row also carries `tokentrue`: the sample's fields that the trainer has no place for. So the sample is
 read back from any row, the row is rebuilt from the sample, and the two are compared."""

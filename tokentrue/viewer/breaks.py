@@ -1,4 +1,5 @@
-"""Compares a branch's recorded ids with the ids of the same conversation rendered again, which a message-based pipeline would train on.
+"""Compares a branch's recorded ids with those of the same conversation rendered again, which a message-based pipeline
+would train on.
 
 Both sequences are split at the tokens that open a message, aligned by message and then by token. Every difference is
 named, and counted by the sampled tokens that it touches."""
