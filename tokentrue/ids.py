@@ -136,14 +136,15 @@ class TokenIds(Sequence[int]):
 
 
 def _pack(ids: Iterable[int]) -> bytes:
+    values: Any = ids  # of any type until `array` has read them
     if not isinstance(ids, (list, tuple, array)):
         tolist: Any = getattr(ids, "tolist", None)  # numpy arrays and tensors convert at once
-        ids = tolist() if tolist is not None else list(ids)
+        values = tolist() if tolist is not None else list(ids)
     with contextlib.suppress(TypeError, OverflowError, ValueError):
-        packed = array("i", ids).tobytes()
+        packed = array("i", values).tobytes()
         if packed[_SIGN_BYTE::_SIZE].isascii():  # no sign bit is set: the fastest test that none is negative
             return packed
-    place, value = next((i, v) for i, v in enumerate(ids) if not (isinstance(v, int) and 0 <= v < 2**31))
+    place, value = next((i, v) for i, v in enumerate(values) if not (isinstance(v, int) and 0 <= v < 2**31))
     raise TokenContractError(f"token id {value!r} at {place} is not an integer from 0 to 2147483647")
 
 

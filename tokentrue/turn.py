@@ -74,7 +74,7 @@ class JoinedTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedTurn:
+class AnsweredTurn:
     """The request key was answered before: these nodes are the answer, one for each choice."""
 
     nodes: Sequence[Node]
@@ -232,18 +232,18 @@ class Session:
         found = self._start_or_join(request, streamed=True)
         return found.events() if isinstance(found, InFlightTurn) else self._stream_again(found)
 
-    async def _stream_again(self, found: JoinedTurn | RecordedTurn) -> AsyncGenerator[list[TurnEvent], None]:
+    async def _stream_again(self, found: JoinedTurn | AnsweredTurn) -> AsyncGenerator[list[TurnEvent], None]:
         for index, reply in enumerate(await self._wait_or_read(found)):
             named = TurnEvent(index=index, node_id=reply.node)
             deltas = [structs.replace(named, delta=each) for each in generation.deltas_from_message(reply.message)]
             yield [named, *deltas, structs.replace(named, reply=reply)]
 
-    async def _wait_or_read(self, found: JoinedTurn | RecordedTurn) -> tuple[Reply, ...]:
+    async def _wait_or_read(self, found: JoinedTurn | AnsweredTurn) -> tuple[Reply, ...]:
         if isinstance(found, JoinedTurn):  # nothing was added to the record for this caller
             return tuple(replace(reply, from_record=True) for reply in await found.turn.wait())
         return await commits.replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
 
-    def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> InFlightTurn | JoinedTurn | RecordedTurn:
+    def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> InFlightTurn | JoinedTurn | AnsweredTurn:
         """Returns a new turn that has been started, or what this request repeats: an equal turn in flight, or the nodes
         recorded under its key. Has no await, so no other request can come between the search and the start."""
         self.check_open()
@@ -267,7 +267,7 @@ class Session:
         if not is_same:
             raise KeyConflict(f"request key {request.request_key!r} was used for another request; use a new key")
         if recorded:
-            return RecordedTurn(recorded)
+            return AnsweredTurn(recorded)
         if (turn := self._single_flight.find(identity)) is not None:
             turn.add_caller(request.request_key)
             return JoinedTurn(turn)

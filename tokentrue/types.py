@@ -463,14 +463,14 @@ class Sample:
 
     sample_id: str
     session_id: str
-    group: str | None
+    group: str | None = None
     token_ids: Sequence[int]
-    loss_mask: Sequence[int]
+    loss_mask: Sequence[Annotated[int, Meta(ge=0, le=1)]]
     rollout_logprobs: Sequence[float | None]
     spans: tuple[Span, ...]
-    reward: float | None
+    reward: float | None = None
     finish_reason: str
-    metadata: JsonMapping
+    metadata: JsonMapping = field(default_factory=JsonObject)
     certificate: Certificate
     routed_experts: RoutedExperts | None = None  # of positions 0 to the last input
     sampling_mask: SamplingMask | None = None  # one row per token; empty if nothing was removed or sampled

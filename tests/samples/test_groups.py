@@ -13,7 +13,7 @@ from tests.train.rows import sample_of
 from tokentrue.integrations.rollouts import centre_rewards
 from tokentrue.samples.groups import group_of, group_sessions
 from tokentrue.train.config import Baseline
-from tokentrue.train.rows import SessionRewards, row_from_sample, session_advantages
+from tokentrue.train.rows import row_from_sample, session_advantages
 from tokentrue.types import Sample
 from tokentrue.viewer import SampleList, ViewerData
 
@@ -30,9 +30,7 @@ LONE = [*SEVERAL, *(replace(sample, group=None) for sample in session("lone", 0.
 
 
 def trained(samples: list[Sample], baseline: Baseline) -> list[float]:
-    return session_advantages(
-        SessionRewards.of([row_from_sample(sample, group_of(sample)) for sample in samples]), baseline
-    )
+    return session_advantages([row_from_sample(sample, group_of(sample)) for sample in samples], baseline)
 
 
 def shown(samples: list[Sample]) -> list[float]:

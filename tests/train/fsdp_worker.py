@@ -14,7 +14,7 @@ from tests.marks import IS_THOROUGH
 from tests.train.rows import groups_for, small_model
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, Ranks, TrainConfig, Trainer, join, leave, shard
-from tokentrue.train.checkpoint import load, save
+from tokentrue.train.checkpoint import Progress, Store, load, save
 
 STEPS, SIZE = (3, 4) if IS_THOROUGH else (2, 2)
 
@@ -55,12 +55,13 @@ def main(out: str, *, is_staged: bool = False) -> None:
 
 def resumed(trainer: Trainer, ranks: Ranks, directory: Path) -> bool:
     """Whether a trainer that loads a checkpoint of this one takes the next step to the same bits, on its own shards."""
-    save(trainer, directory, model=None, run_hash="h", rounds={}, keep=1)
+    store = Store(directory=directory, run_hash="h", model=None)
+    save(trainer, store, Progress())
     torch.distributed.barrier() if ranks.world > 1 else None
     other = Trainer(
         shard(small_model(), ranks), config=trainer.config, optim=OptimConfig(), loss=loss_named("dapo"), ranks=ranks
     )
-    load(other, directory / f"step-{trainer.version:06d}", run_hash="h")
+    load(other, directory / f"step-{trainer.version:06d}", store)
     plain = small_model()
     plain.load_state_dict(dict(trainer.weights()), strict=False)
     groups = ranks.from_first(

@@ -15,7 +15,6 @@ from tokentrue.train import OptimConfig, TrainConfig, Trainer
 from tokentrue.train.config import AdvantageConfig, Baseline, OverlongConfig, default_learning_rate
 from tokentrue.train.rows import (
     Row,
-    SessionRewards,
     mask_truncated,
     row_from_sample,
     session_advantages,
@@ -39,7 +38,7 @@ def rows() -> list[Row]:
 
 
 def advantages(baseline: Baseline, **options: object) -> list[float]:
-    return session_advantages(SessionRewards.of(rows()), baseline, AdvantageConfig(**options))  # type: ignore[arg-type]
+    return session_advantages(rows(), baseline, AdvantageConfig(**options))  # type: ignore[arg-type]
 
 
 def mean(values: list[float]) -> float:
@@ -130,7 +129,7 @@ def test_masked_sessions_count_in_the_baseline_and_are_not_trained_on(base: torc
     assert masked["tokens_trained"] == plain["tokens_trained"] - sum(groups[0][1].loss_mask)
     before = [row_from_sample(sample, "g0") for sample in groups[0]]
     after = mask_truncated(before)
-    assert session_advantages(SessionRewards.of(after), "grpo") == session_advantages(SessionRewards.of(before), "grpo")
+    assert session_advantages(after, "grpo") == session_advantages(before, "grpo")
     everything = [[replace(sample, finish_reason="length") for sample in group] for group in groups]
     assert trainer(base, overlong=OverlongConfig(mask=True)).step(everything).metrics["rows_trained"] == 0
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.train.rows import sample_of
 from tokentrue.errors import TokenContractError
-from tokentrue.train.rows import SessionRewards, row_from_sample, session_advantages
+from tokentrue.train.rows import row_from_sample, session_advantages
 from tokentrue.types import Sample
 
 
@@ -35,7 +35,7 @@ def test_grpo_by_hand() -> None:
     rows = [
         row_from_sample(one(name, reward), "g") for name, reward in (("a", 1.0), ("b", 0.0), ("c", 0.0), ("d", 1.0))
     ]
-    found = session_advantages(SessionRewards.of(rows), "grpo")
+    found = session_advantages(rows, "grpo")
     std = (4 * 0.25 / 3) ** 0.5
     assert found == pytest.approx([0.5 / std, -0.5 / std, -0.5 / std, 0.5 / std], rel=1e-5)
 
@@ -44,13 +44,13 @@ def test_a_session_with_two_samples_counts_once() -> None:
     """Compaction leaves two samples of one session; the mean of the group is over three sessions, not four rows."""
     twice = one("a", 1.0)
     rows = [row_from_sample(s, "g") for s in (twice, replace(twice, sample_id="a/1"), one("b", 0.0), one("c", 0.0))]
-    found = session_advantages(SessionRewards.of(rows), "dr_grpo")
+    found = session_advantages(rows, "dr_grpo")
     assert found == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
 
 
 def test_equal_rewards_give_exactly_nothing() -> None:
     rows = [row_from_sample(one(name, 0.1), "g") for name in "abcdefg"]
-    assert session_advantages(SessionRewards.of(rows), "grpo") == [0.0] * 7
+    assert session_advantages(rows, "grpo") == [0.0] * 7
 
 
 def test_what_cannot_be_trained_is_refused() -> None:

@@ -22,7 +22,7 @@ from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import EngineError, FileFormatError
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, Publisher, TrainConfig, Trainer, train
-from tokentrue.train.checkpoint import find_checkpoints, load, save
+from tokentrue.train.checkpoint import Progress, Store, find_checkpoints, load, save
 from tokentrue.train.config import EvaluationConfig
 from tokentrue.train.loop import Evaluator
 
@@ -34,6 +34,10 @@ def trainer_of(dtype: torch.dtype = torch.float32, **config: object) -> Trainer:
     model = small_model().to(dtype)
     settings = TrainConfig(**{"exact": False, "shard_checkpoint_gib": MIB, **config})  # type: ignore[arg-type]
     return Trainer(model, config=settings, optim=OptimConfig(lr=1e-3), loss=loss_named("dapo"))
+
+
+def store_in(directory: Path, *, model: str | None = None) -> Store:
+    return Store(directory=directory, run_hash="h", model=model)
 
 
 def bits(trainer: Trainer) -> list[torch.Tensor]:
@@ -50,43 +54,43 @@ def test_a_large_checkpoint_is_sharded_and_resumes_with_the_same_bits(tmp_path: 
     groups = groups_for(small_model(), groups=2, size=3)
     whole, resumed = trainer_of(dtype), trainer_of(dtype)
     whole.step(groups)
-    path = save(whole, tmp_path, model=str(SMALL_MODEL), run_hash="h", rounds={}, keep=1)
+    path = save(whole, store_in(tmp_path, model=str(SMALL_MODEL)), Progress())
     assert path is not None
     names = {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()}
     assert "model.safetensors.index.json" in names and any(name.startswith("model-00001-of-0000") for name in names)
     assert "optimizer/.metadata" in names and "optimizer.safetensors" not in names
     assert set(json.loads((path / "state.json").read_text())["digests"]) == names - {"state.json"}
-    load(resumed, path, run_hash="h")
+    load(resumed, path, store_in(tmp_path))
     assert same(whole, resumed)
     for each in (whole, resumed):
         each.step(groups)
     assert same(whole, resumed), "moments or counts were not restored"
     again = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     fresh = trainer_of(dtype)
-    load(fresh, path, run_hash="h")
+    load(fresh, path, store_in(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), fresh.model.parameters(), strict=True))
 
 
 def test_a_changed_shard_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of()
     trainer.step(groups_for(small_model(), groups=2, size=3))
-    path = save(trainer, tmp_path, model=None, run_hash="h", rounds={}, keep=1)
+    path = save(trainer, store_in(tmp_path), Progress())
     assert path is not None
     (shard,) = (path / "optimizer").glob("*.distcp")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     with pytest.raises(FileFormatError, match=r"optimizer/.*distcp is missing or changed"):
-        load(trainer_of(), path, run_hash="h")
+        load(trainer_of(), path, store_in(tmp_path))
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    path = save(trainer_of(), tmp_path, model=None, run_hash="h", rounds={}, keep=1)
+    path = save(trainer_of(), store_in(tmp_path), Progress())
     assert path is not None
     other = trainer_of()
     other.model.register_parameter("more", torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(FileFormatError, match="another model"):
-        load(other, path, run_hash="h")
+        load(other, path, store_in(tmp_path))
 
 
 def test_a_resumed_run_knows_its_best_version_and_its_patience(tmp_path: Path) -> None:
@@ -143,7 +147,7 @@ def test_an_interrupted_evaluation_is_run_when_the_run_resumes(tmp_path: Path) -
 
 def test_the_directory_of_a_run_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "run-7"
-    save(trainer_of(), out / "checkpoints", model=str(SMALL_MODEL), run_hash="h", rounds={}, keep=1)
+    save(trainer_of(), store_in(out / "checkpoints", model=str(SMALL_MODEL)), Progress())
     (out / "config.json").write_text("{}")  # the run's own configuration, not a model's
     config = ModelConfig(path=str(out))
     assert config.shown == "run-7"

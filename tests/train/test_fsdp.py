@@ -16,7 +16,7 @@ from tests.train import fsdp_worker
 from tests.train.rows import small_model
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
-from tokentrue.train.checkpoint import load
+from tokentrue.train.checkpoint import Store, load
 
 
 def run_two(out: Path, *options: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_two_ranks_train_as_one_and_stay_exact(tmp_path: Path) -> None:
     (shards,) = (tmp_path / "shards-2").glob("step-*")
     assert len(list((shards / "optimizer").glob("*.distcp"))) == 2, "each rank writes its own"
     alone = Trainer(small_model(), config=TrainConfig(), optim=OptimConfig(), loss=loss_named("dapo"))
-    load(alone, shards, run_hash="h")
+    load(alone, shards, Store(directory=shards.parent, run_hash="h", model=None))
     moments = [alone.optimizer.state[parameter]["exp_avg"] for parameter in alone.masters.parameters]
     assert all(bool(moment.any()) for moment in moments), "one process reads what two have written"
 

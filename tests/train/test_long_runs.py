@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from tokentrue.errors import (
 )
 from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, Store, TrainConfig, Trainer, train
-from tokentrue.train.checkpoint import find_checkpoints, load, save
+from tokentrue.train.checkpoint import Progress, find_checkpoints, load, save
 from tokentrue.train.config import EvaluationConfig
 from tokentrue.train.loop import Evaluator, pass_at_k
 from tokentrue.train.publishing import Probe
@@ -54,7 +55,7 @@ def test_a_checkpoint_of_a_hub_id_is_a_whole_model(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     trainer = trainer_of()
     monkeypatch.setattr(Path, "is_dir", lambda self, real=Path.is_dir: self.name != "hub" and real(self))
-    path = save(trainer, tmp_path / "c", model="hub", run_hash="h", rounds={}, keep=1)
+    path = save(trainer, replace(store_of(tmp_path / "c"), model="hub"), Progress())
     monkeypatch.undo()
     assert path is not None
     names = {each.name for each in path.iterdir()}
@@ -75,23 +76,23 @@ def test_persistent_buffers_are_saved_restored_and_published(tmp_path: Path) -> 
     model.register_buffer("router_bias", torch.arange(4.0))
     trainer = trainer_of(model)
     assert torch.equal(dict(trainer.weights())["router_bias"], torch.arange(4.0))
-    path = save(trainer, tmp_path, model=None, run_hash="h", rounds={}, keep=1)
+    path = save(trainer, replace(store_of(tmp_path), model=None), Progress())
     other = small_model()
     other.register_buffer("router_bias", torch.zeros(4))
     resumed = trainer_of(other)
     assert path is not None
-    load(resumed, path, run_hash="h")
+    load(resumed, path, store_of(tmp_path))
     assert torch.equal(dict(resumed.weights())["router_bias"], torch.arange(4.0))
 
 
 def test_a_checkpoint_with_a_flipped_bit_is_refused(tmp_path: Path) -> None:
-    path = save(trainer_of(), tmp_path, model=None, run_hash="h", rounds={}, keep=1)
+    path = save(trainer_of(), replace(store_of(tmp_path), model=None), Progress())
     assert path is not None
     data = bytearray((path / "model.safetensors").read_bytes())
     data[-5] ^= 1
     (path / "model.safetensors").write_bytes(data)
     with pytest.raises(FileFormatError, match=r"model\.safetensors is missing or changed"):
-        load(trainer_of(), path, run_hash="h")
+        load(trainer_of(), path, store_of(tmp_path))
 
 
 def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_step(tmp_path: Path) -> None:

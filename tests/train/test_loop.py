@@ -109,10 +109,10 @@ def test_a_checkpoint_is_a_model_directory_and_refuses_another_configuration(tmp
     from tokentrue.train import checkpoint
 
     with pytest.raises(FileFormatError, match="another configuration"):
-        checkpoint.load(trainer, path, run_hash="other")
+        checkpoint.load(trainer, path, Store(directory=tmp_path, run_hash="other", model=None))
     (path / "optimizer.safetensors").write_bytes(b"half")
     with pytest.raises(FileFormatError, match="not a whole checkpoint"):
-        checkpoint.load(trainer, path, run_hash="h")
+        checkpoint.load(trainer, path, Store(directory=tmp_path, run_hash="h", model=None))
 
 
 def test_a_file_of_samples_with_other_content_is_refused(tmp_path: Path) -> None:
@@ -158,11 +158,12 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     model = small_model()
     model.lm_head = torch.nn.Linear(128, 7, bias=False)  # type: ignore[assignment]
     other = Trainer(model, config=TrainConfig(steps=6), optim=OptimConfig(), loss=loss_named("dapo"))
+    store = Store(directory=tmp_path, run_hash="h", model=None)
     with pytest.raises(FileFormatError, match="another model"):
-        checkpoint.load(other, find_checkpoints(tmp_path)[-1], run_hash="h")
+        checkpoint.load(other, find_checkpoints(tmp_path)[-1], store)
     (find_checkpoints(tmp_path)[-1] / "rounds.jsonl").write_text("{")
     with pytest.raises(FileFormatError, match="not a whole checkpoint"):
-        checkpoint.load(other, find_checkpoints(tmp_path)[-1], run_hash="h")
+        checkpoint.load(other, find_checkpoints(tmp_path)[-1], store)
 
 
 async def test_a_source_is_read_in_one_pass_and_found_again_from_any_place() -> None:

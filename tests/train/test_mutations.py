@@ -16,8 +16,9 @@ from tests.train import test_batch, test_loop, test_trainer
 from tests.train.rows import small_model
 from tokentrue.errors import ExactnessError
 from tokentrue.train import checkpoint, exactness, loop, rows, trainer
+from tokentrue.train.checkpoint import Store
 from tokentrue.train.exactness import Agreement, ulps
-from tokentrue.train.rows import Row, SessionRewards, row_from_sample
+from tokentrue.train.rows import Row, row_from_sample, session_advantages
 from tokentrue.train.trainer import Trainer
 
 CAUGHT = (AssertionError, ExactnessError, pytest.fail.Exception)
@@ -105,8 +106,8 @@ def test_rounds_in_waiting_that_are_not_resumed(tmp_path: Path, monkeypatch: pyt
 def test_updates_that_are_counted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The schedule hangs on them."""
 
-    def anew(target: Trainer, path: Path, *, run_hash: str) -> Any:
-        loaded = plain(target, path, run_hash=run_hash)
+    def anew(target: Trainer, path: Path, store: Store) -> Any:
+        loaded = plain(target, path, store)
         target.updates = 0
         return loaded
 
@@ -116,14 +117,11 @@ def test_updates_that_are_counted_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_samples_counted_where_sessions_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    class BySample:
-        @staticmethod
-        def of(rows: Sequence[Row]) -> SessionRewards:
-            return SessionRewards.of(
-                [replace(row, sample=replace(row.sample, session_id=row.sample.sample_id)) for row in rows]
-            )
+    def by_sample(rows: Sequence[Row], *settings: Any) -> list[float]:
+        alone = [replace(row, sample=replace(row.sample, session_id=row.sample.sample_id)) for row in rows]
+        return session_advantages(alone, *settings)
 
-    monkeypatch.setattr(test_batch, "SessionRewards", BySample)
+    monkeypatch.setattr(test_batch, "session_advantages", by_sample)
     caught(test_batch.test_a_session_with_two_samples_counts_once)
 
 

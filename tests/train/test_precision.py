@@ -13,7 +13,7 @@ from tests.train.rows import groups_for
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.mismatch import loss_named
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
-from tokentrue.train.checkpoint import load, save
+from tokentrue.train.checkpoint import Progress, Store, load, save
 
 LR = 1e-6
 
@@ -77,8 +77,9 @@ def test_masters_survive_a_checkpoint_bit_for_bit(tmp_path: Path, dtype: torch.d
     groups = groups_for(load_model(torch.float32), groups=2, size=3)
     whole, resumed = trainer_in(dtype), trainer_in(dtype)
     whole.step(groups)
-    save(whole, tmp_path, model=None, run_hash="h", rounds={}, keep=1)
-    load(resumed, tmp_path / "step-000001", run_hash="h")
+    store = Store(directory=tmp_path, run_hash="h", model=None)
+    save(whole, store, Progress())
+    load(resumed, tmp_path / "step-000001", store)
     for each in (whole, resumed):
         each.step(groups)
     pairs = zip(whole.masters.named.items(), resumed.masters.named.items(), strict=True)

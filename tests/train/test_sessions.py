@@ -23,7 +23,6 @@ from tokentrue.mismatch import Correction, LossConfig, Penalty, Reject, Weights,
 from tokentrue.train import OptimConfig, TrainConfig, Trainer
 from tokentrue.train.rows import (
     Packing,
-    SessionRewards,
     list_sessions,
     plan_minibatches,
     rows_from_groups,
@@ -134,7 +133,7 @@ def test_minibatches_hold_whole_sessions(
         assert sum(bool(set(numbers) & set(part.rows)) for part in made) == 1
     counts = [len({rows[number].sample.session_id for number in part.rows}) for part in made]
     assert max(counts) - min(counts) <= 1
-    advantages = session_advantages(SessionRewards.of(rows), "grpo")
+    advantages = session_advantages(rows, "grpo")
     assert all(len({advantages[number] for number in numbers}) == 1 for numbers in list_sessions(rows))
 
 

@@ -33,7 +33,7 @@ from tokentrue.mismatch import (
 )
 from tokentrue.train import ExactScorer, OptimConfig, PlainScorer, Ranks, TrainConfig, Trainer
 from tokentrue.train.config import OverlongConfig
-from tokentrue.train.rows import SessionRewards, rows_from_groups, session_advantages
+from tokentrue.train.rows import rows_from_groups, session_advantages
 from tokentrue.types import Sample
 
 KEPT = Correction(reject=(Reject(estimator="k3", aggregate="seq_mean", upper=0.0565),), loss_counts="kept")
@@ -100,7 +100,7 @@ def whole_batch(
     scores = scorer(model, rows, entropy=True)
     with torch.no_grad():
         others = scorer(reference, rows).logprobs
-    advantages = session_advantages(SessionRewards.of(rows), "grpo")
+    advantages = session_advantages(rows, "grpo")
     value, _ = policy_loss(
         scores.logprobs,
         [each.detach() for each in scores.logprobs],

@@ -1,4 +1,5 @@
-"""Rollouts as samples: the settings and files of `tokentrue rollout`, the rounds of a training run, evaluation on fixed tasks.
+"""Rollouts as samples: the settings and files of `tokentrue rollout`, the rounds of a training run, evaluation on fixed
+tasks.
 
 The files are `samples.jsonl` and `rollouts.jsonl`, one line per rollout: whole groups only, so that missing ones can be
 run later. A group is done when each of its rollouts has a line; its samples are written first."""
@@ -90,8 +91,8 @@ def plan_rollouts(config: RolloutConfig) -> list[Plan]:
 
 
 def describe_environment(config: RolloutConfig) -> list[str]:
-    notes = getattr(load_environment(config.environment, config.options), "notes", None)
-    return [] if notes is None else notes()
+    notes: Callable[[], list[str]] = getattr(load_environment(config.environment, config.options), "notes", list)
+    return notes()
 
 
 def remember(settings: RolloutRun) -> None:

@@ -192,21 +192,18 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
 
 def store_for(settings: TrainRun, made_from: JsonMapping) -> tuple[Store, int]:
     """The checkpoint store, and the step to resume at."""
-    from tokentrue.train import Store
-    from tokentrue.train.checkpoint import file_digest, latest, read_state
+    from tokentrue.train.checkpoint import Store, file_digest, latest, read_state
 
-    run_hash, digest = config_hash(made_from), "" if settings.samples is None else file_digest(settings.samples)
-    directory = settings.out / "checkpoints"
-    newest = latest(directory)
-    first = (
-        0
-        if newest is None
-        else read_state(newest, run_hash=run_hash, samples_digest=digest, made_from=made_from)["version"]
-    )
-    return Store(
-        directory=directory, run_hash=run_hash, model=settings.model_path, samples_digest=digest, made_from=made_from,
+    store = Store(
+        directory=settings.out / "checkpoints",
+        run_hash=config_hash(made_from),
+        model=settings.model_path,
+        samples_digest="" if settings.samples is None else file_digest(settings.samples),
+        made_from=made_from,
         on_kept=RoundImages(settings.out).drop_before,
-    ), first  # fmt: skip
+    )
+    newest = latest(store.directory)
+    return store, 0 if newest is None else read_state(newest, store)["version"]
 
 
 class SampleFile:
@@ -235,10 +232,6 @@ class SampleFile:
 
     def groups(self) -> Iterator[list[Sample]]:
         yield from self._groups.values()
-
-
-def file_for(settings: TrainRun, *, trust: bool) -> SampleFile | None:
-    return None if settings.samples is None else SampleFile(settings.samples, settings, trust=trust)
 
 
 @asynccontextmanager

@@ -217,37 +217,26 @@ def progress_bar(
     if quiet:
         yield lambda _: None
         return
-    if not sys.stdout.isatty():
-        yield lines_of_progress(title, total, every_s)
-        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("  {task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console()) as progress:
-        task = progress.add_task(title, total=total, note="")
-        began, done = time.monotonic(), 0
-
-        def advance(note: str) -> None:
-            nonlocal done
-            done += 1
-            progress.update(task, completed=done, note=f"{time_left(began, done, total)}  {note}")
-
-        yield advance
-
-
-def lines_of_progress(title: str, total: int, every_s: float) -> Callable[[str], None]:
+    is_terminal = sys.stdout.isatty()
+    bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=console(), disable=not is_terminal)
     began = said = time.monotonic()
     done = 0
+    with bar:
+        task = bar.add_task(title, total=total, note="")
 
-    def advance(note: str) -> None:
-        nonlocal done, said
-        done += 1
-        if time.monotonic() - said < every_s and done < total:
-            return
-        said = time.monotonic()
-        print(f"  {title} {done}/{total}  {note}".rstrip() + f"  {time_left(began, done, total)}".rstrip(), flush=True)
+        def advance(note: str) -> None:
+            nonlocal done, said
+            done += 1
+            left = time_left(began, done, total)
+            bar.update(task, completed=done, note=f"{left}  {note}")
+            if not is_terminal and (time.monotonic() - said >= every_s or done >= total):
+                said = time.monotonic()
+                print(f"  {title} {done}/{total}  {note}".rstrip() + f"  {left}".rstrip(), flush=True)
 
-    return advance
+        yield advance
 
 
 def time_left(began: float, done: int, total: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
@@ -20,12 +19,11 @@ from tokentrue.cli.common import (
     show_status,
 )
 from tokentrue.errors import ConfigError
+from tokentrue.hub import SMALL_MODEL
 
 if TYPE_CHECKING:
     from tokentrue.conformance.run import ConformanceReport
     from tokentrue.viewer import Report
-
-MODEL = Path(__file__).parent.parent / "assets" / "calculator"
 
 
 def command(
@@ -61,7 +59,7 @@ def command(
         raise ConfigError("level 9 draws pictures: pip install 'tokentrue[images]', or --levels 0-8")
     quiet_libraries()
     with show_status(f"starting {loaded.name}", quiet=as_json or not sys.stderr.isatty()) as update:
-        found = asyncio.run(run(loaded, settings, model=MODEL, on_case=update))
+        found = asyncio.run(run(loaded, settings, model=SMALL_MODEL, on_case=update))
     report = report_from(found, target)
     if out is not None:
         from tokentrue.viewer import write_report

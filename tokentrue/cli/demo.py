@@ -97,11 +97,10 @@ def command(
 
 async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, quiet: bool) -> DemoResult:
     from tokentrue.app.background import embedded_gateway
-    from tokentrue.app.rollouts import RolloutRounds, evaluate
+    from tokentrue.app.rollouts import RolloutRounds, evaluate, sessions_on
     from tokentrue.app.training import TrainRun
     from tokentrue.app.wiring import ServeConfig, ServerConfig
     from tokentrue.environments import RolloutConfig
-    from tokentrue.environments.http import GatewaySessions
     from tokentrue.mismatch import loss_named
     from tokentrue.train import MetricsWriter, OptimConfig, Publisher, TrainConfig, Trainer, config_hash, train
 
@@ -127,8 +126,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
     async with embedded_gateway(settings) as here:
 
         def open_sessions(temperature: float) -> GatewaySessions:
-            sampling = replace(rollout, temperature=temperature).sampling
-            return GatewaySessions(here.base_url, sampling=sampling, admin_key=here.admin_key)
+            return sessions_on(here.base_url, replace(rollout, temperature=temperature), here.admin_key)
 
         async def measure_reward(when: str) -> float:
             with progress_bar(f"evaluating {when}", heldout, quiet=quiet, every_s=10.0) as advance:

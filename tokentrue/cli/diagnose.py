@@ -4,13 +4,14 @@ does.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 from typer import Option
 
@@ -74,7 +75,7 @@ Scored: TypeAlias = "tuple[TrainerLogprobs, list[int] | None]"
 
 
 @record
-class Row:
+class ComparedSample:
     """One sample, and of each trained token with numbers of both sides: the numbers, its kind, and whether the argmax
     flips (None if unknown)."""
 
@@ -159,7 +160,8 @@ def command(
         score = load_scorer(trainer, plain=plain, dtype=dtype, device=device)
         rows, refused = score_all(found, score, tokens=PADDED_TOKENS if plain else BATCH_TOKENS, quiet=as_json)
         if write_logprobs is not None:
-            write_logprobs.write_text("".join(row.scores.to_line(row.sample) for row in rows), encoding="utf-8")
+            lines = ({"sample_id": row.sample.sample_id, "logprobs": row.scores.logprobs} for row in rows)
+            write_logprobs.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     if not rows and refused:
         raise InputError(f"{samples}: the trainer cannot score any sample as it was sampled; the first: {refused[0]}")
     if not rows:
@@ -231,7 +233,7 @@ def score_all(
     *,
     quiet: bool,
     tokens: int = BATCH_TOKENS,
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[ComparedSample], list[str]]:
     from tokentrue.samples.recorded_turns import scoring_temperatures
     from tokentrue.train.rows import pack
 
@@ -243,7 +245,7 @@ def score_all(
             scorable.append(sample)
         except TokenContractError as error:
             refused.append(str(error))
-    rows: dict[int, Row] = {}
+    rows: dict[int, ComparedSample] = {}
     with show_status("scoring", quiet=quiet or not sys.stderr.isatty()) as update:
         for batch in pack([len(sample.token_ids) for sample in scorable], tokens):
             found = score([scorable[number] for number in batch])
@@ -252,10 +254,14 @@ def score_all(
     return [rows[number] for number in sorted(rows) if rows[number].trainer], refused
 
 
-def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None) -> Row:
+def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None) -> ComparedSample:
+    from tokentrue.samples.shape import spread_spans
+
     scores.check(sample)
-    turns = {i: span.turn for span in sample.spans for i in range(span.start, span.end)}
-    row = Row(sample=sample, scores=scores, rollout=[], trainer=[], kinds=[], flips=None if tops is None else [])
+    turns = spread_spans(sample, lambda span: f"turn {span.turn}" if span.turn < 8 else "turn 8+", "sampled")
+    row = ComparedSample(
+        sample=sample, scores=scores, rollout=[], trainer=[], kinds=[], flips=None if tops is None else []
+    )
     for i, trained in enumerate(sample.loss_mask):
         rollout, trainer = sample.rollout_logprobs[i], scores.logprobs[i]
         if not trained or rollout is None or trainer is None:
@@ -267,7 +273,7 @@ def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None)
             raise InputError(f"sample {sample.sample_id}: the {side} log-probability of token {i} is {value}; {cure}")
         row.rollout.append(float(rollout))
         row.trainer.append(float(trainer))
-        row.kinds.append("sampled" if i not in turns else f"turn {turns[i]}" if turns[i] < 8 else "turn 8+")
+        row.kinds.append(turns[i])
         if tops is not None and row.flips is not None:
             # A sampled token with probability above one half is the rollout's argmax: does the trainer have another?
             row.flips.append(rollout > math.log(0.5) and tops[i] != sample.token_ids[i])
@@ -309,7 +315,7 @@ def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable
         ]
         tops.clear()
         with torch.no_grad(), score.active(loaded):
-            found = score(loaded, rows).logprobs
+            found = cast("list[Any]", score(loaded, rows).logprobs)  # torch's `tolist` has no element type
         sides = [TrainerLogprobs(logprobs=[None, *values[1:].tolist()]) for values in found]
         return list(zip(sides, tops or [None] * len(rows), strict=True))
 
@@ -317,7 +323,7 @@ def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable
 
 
 def diagnose_steps(
-    rows: Sequence[Row], found: Sequence[Sample], preset: str
+    rows: Sequence[ComparedSample], found: Sequence[Sample], preset: str
 ) -> tuple[Diagnosis, dict[str, Diagnosis], str]:
     from tokentrue.mismatch import PRESETS
     from tokentrue.viewer.plots import compute_advantages
@@ -330,7 +336,7 @@ def diagnose_steps(
     if missing := sorted(correction.needs & unknown.keys()):
         correction, preset = None, f"none: {preset} needs {unknown[missing[0]]}"
     kinds = sorted({kind for row in rows for kind in row.kinds})
-    by_step: dict[str, list[Row]] = {}
+    by_step: dict[str, list[ComparedSample]] = {}
     for row in rows:
         newest = max(sampled_by(row.sample), default=0)
         by_step.setdefault(str(row.sample.metadata.get("step", newest)), []).append(row)
@@ -342,7 +348,7 @@ def diagnose_steps(
 
 
 def diagnose_rows(
-    rows: Sequence[Row], advantages: dict[str, float] | None, kinds: list[str], correction: Correction | None
+    rows: Sequence[ComparedSample], advantages: dict[str, float] | None, kinds: list[str], correction: Correction | None
 ) -> Diagnosis:
     import torch
 

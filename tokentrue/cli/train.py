@@ -68,7 +68,7 @@ def command(
     """Train with REINFORCE, GRPO, PPO or any loss of tokentrue.mismatch; exact, resumable, reproducible."""
     from tokentrue.app.configuration import Checks, read
     from tokentrue.app.libraries import quiet_libraries, require_device, require_device_name
-    from tokentrue.app.training import TrainRun, check_run, file_for, loss_for
+    from tokentrue.app.training import SampleFile, TrainRun, check_run, loss_for
 
     flags = {"out": out, "samples": samples, "train.steps": steps, "model.path": model, "engine.name": engine}
     settings = read(TrainRun, config, sets or (), {**flags, "device": device, "dtype": dtype})
@@ -77,7 +77,7 @@ def command(
     checks(require_device_name, settings.device)
     check_run(checks, settings)
     checks.finish()
-    file = file_for(settings, trust=trust)
+    file = None if settings.samples is None else SampleFile(settings.samples, settings, trust=trust)
     checks(require_device, settings.device)
     checks(loss_for, settings.loss)
     checks.finish()

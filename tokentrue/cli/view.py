@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from tokentrue.viewer import GatewayData, ViewerData
     from tokentrue.viewer.records import RecordSource
 
-HOST, ADMIN_KEY = "127.0.0.1", "TOKENTRUE_ADMIN_KEY"
+HOST = "127.0.0.1"
 
 
 def command(
@@ -44,7 +43,7 @@ def command(
             raise ConfigError(
                 "--model and --trainer-logprobs: a gateway shows its own model; they are for a store or a file"
             )
-        opened = data = GatewayData(source, key=os.environ.get(ADMIN_KEY) or None)
+        opened = data = GatewayData(source, key=None)
     else:
         trainer = None if trainer_logprobs is None else read_trainer_logprobs(trainer_logprobs)
         opened = open_source(source)

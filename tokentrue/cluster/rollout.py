@@ -19,10 +19,11 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from tokentrue.app.rollouts import RolloutRun, sessions_on
-from tokentrue.app.wiring import ServeConfig, ServerConfig
+from tokentrue.app.wiring import ADMIN_KEY, ServeConfig, ServerConfig
 from tokentrue.environments import (
     Environment,
     Plan,
@@ -46,7 +47,7 @@ class GatewayActor:
     """`settings` is a ServeConfig whose store outlives the process. Listens at its node's address."""
 
     def __init__(self, settings: ServeConfig, admin_key: str) -> None:
-        os.environ["TOKENTRUE_ADMIN_KEY"] = admin_key
+        os.environ[ADMIN_KEY] = admin_key
         from tokentrue.app.background import BackgroundGateway
         from tokentrue.app.libraries import quiet_libraries
 
@@ -256,8 +257,7 @@ def require_listener(address: str) -> None:
 
 def import_ray() -> Any:
     try:
-        import ray
-        import ray.util
+        import_module("ray.util")
     except ImportError as error:
         raise ConfigError("--ray needs Ray: pip install 'tokentrue[ray]'") from error
-    return ray
+    return import_module("ray")

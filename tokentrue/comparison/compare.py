@@ -140,31 +140,25 @@ def _pairs(expected: list[_Segment], actual: list[_Segment], expected_ids: Ids, 
         return [(s.key, *(ids[s.start : s.end] if s.key < 0 else ())) for s in segments]
 
     pairs: list[Pair] = []
-    for lefts, rights, _ in _runs(keys(expected, expected_ids), keys(actual, actual_ids)):
-        left, right = [expected[a] for a in lefts], [actual[b] for b in rights]
-        for only_left, only_right, same in _runs([s.key for s in left], [s.key for s in right]):
+    for start, end, other, other_end in find_gaps(keys(expected, expected_ids), keys(actual, actual_ids)):
+        left, right = expected[start:end], actual[other:other_end]
+        for a, b, c, d in find_gaps([s.key for s in left], [s.key for s in right]):
             # Structure that faces structure is of another type; what faces nothing is missing or extra.
-            while only_left and only_right and (left[only_left[0]].key < 0) == (right[only_right[0]].key < 0):
-                pairs.append((left[only_left.pop(0)], right[only_right.pop(0)]))
-            pairs += [(left[a], None) for a in only_left] + [(None, right[b]) for b in only_right]
-            pairs += [] if same is None else [(left[same[0]], right[same[1]])]
+            while a < b and c < d and (left[a].key < 0) == (right[c].key < 0):
+                pairs.append((left[a], right[c]))
+                a, c = a + 1, c + 1
+            pairs += [(segment, None) for segment in left[a:b]] + [(None, segment) for segment in right[c:d]]
+            pairs += zip(left[b : b + 1], right[d : d + 1], strict=True)  # the next pair of one kind, if there is one
     return pairs
 
 
-def _runs(
-    left: Sequence[Hashable], right: Sequence[Hashable]
-) -> Iterator[tuple[list[int], list[int], tuple[int, int] | None]]:
-    only_left: list[int] = []
-    only_right: list[int] = []
-    for a, b in align(left, right):
-        if a is not None and b is not None:
-            yield only_left, only_right, (a, b)
-            only_left, only_right = [], []
-        elif a is not None:
-            only_left.append(a)
-        elif b is not None:
-            only_right.append(b)
-    yield only_left, only_right, None
+def find_gaps(left: Sequence[Hashable], right: Sequence[Hashable]) -> Iterator[tuple[int, int, int, int]]:
+    """The ranges `left[a:b]` and `right[c:d]` before each equal pair, and after the last; either may be empty."""
+    a = c = 0
+    for b, d in [*align(left, right), (len(left), len(right))]:
+        if b is not None and d is not None:
+            yield a, b, c, d
+            a, c = b + 1, d + 1
 
 
 def _grade(mine: _Segment | None, theirs: _Segment | None, expected: str, actual: str) -> tuple[Kind | None, str]:

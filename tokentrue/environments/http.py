@@ -122,14 +122,13 @@ class GatewaySessions:
                 creating.cancel()
             else:
                 # purge a resumable session: the rollout may run again under its name
-                ending = asyncio.ensure_future(self._end_created(creating, purge=self._purge or self._resume))
+                async def end_created() -> None:
+                    await self._end((await creating)[0], purge=self._purge or self._resume)
+
                 with contextlib.suppress(Exception):
-                    await asyncio.wait_for(asyncio.shield(ending), END_S)
+                    await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(end_created())), END_S)
             raise
         await self._end(session_id, purge=self._purge)
-
-    async def _end_created(self, creating: asyncio.Future[tuple[str, str, str]], *, purge: bool) -> None:
-        await self._end((await creating)[0], purge=purge)
 
     async def _end(self, session_id: str, *, purge: bool) -> None:
         await (self.admin.delete_session if purge else self.admin.end_session)(session_id)

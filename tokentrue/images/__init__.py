@@ -76,13 +76,11 @@ def hash_image(data: bytes) -> str:
 
 def open_image(data: bytes) -> Any:
     """The upright first frame. Everything that makes pixels must use this: others may ignore EXIF."""
-    image = import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
-    return import_module("PIL.ImageOps").exif_transpose(image).convert("RGB")
+    return import_module("PIL.ImageOps").exif_transpose(_open(data, find_media_type(data))).convert("RGB")
 
 
 def is_turned(data: bytes) -> bool:
-    image = import_pillow().open(BytesIO(data), formats=[_FORMATS[find_media_type(data)][0]])
-    return image.getexif().get(_ORIENTATION) in range(2, 9)
+    return _open(data, find_media_type(data)).getexif().get(_ORIENTATION) in range(2, 9)
 
 
 def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> ImageFile:
@@ -97,7 +95,7 @@ def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> I
     try:
         if found == "image/webp":  # its decoder allocates the canvas before Pillow knows the size
             check_limit("max_pixels", _count_webp_pixels(data), settings)
-        image = pillow.open(BytesIO(data), formats=[_FORMATS[found][0]])
+        image = _open(data, found)
         width, height = image.size
         check_limit("max_pixels", width * height, settings)
         image.load()
@@ -120,6 +118,10 @@ def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> I
     if turned:
         width, height = height, width
     return ImageFile(sha256=hash_image(data), media_type=found, width=width, height=height, data=data)
+
+
+def _open(data: bytes, media_type: str) -> Any:
+    return import_pillow().open(BytesIO(data), formats=[_FORMATS[media_type][0]])
 
 
 def import_pillow() -> Any:
@@ -300,10 +302,10 @@ def _get(
     host: str, port: int, path: str, secure: bool, end: float, settings: ImageSettings
 ) -> tuple[bytes, str | None]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for *_, address in found:
-        if not is_public(str(address[0])):
-            raise InputError(f"cannot be fetched: {host} has an address that is not public")
-    plain = socket.create_connection(found[0][4][:2], timeout=max(0.1, end - time.monotonic()))
+    addresses = [(str(address[0]), address[1]) for *_, address in found]
+    if not all(is_public(name) for name, _ in addresses):
+        raise InputError(f"cannot be fetched: {host} has an address that is not public")
+    plain = socket.create_connection(addresses[0], timeout=max(0.1, end - time.monotonic()))
     connection = http.client.HTTPConnection(host, port)
     connection.sock = opened = plain
     if secure:

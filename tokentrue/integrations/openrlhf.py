@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 from tokentrue.errors import ConfigError
@@ -20,7 +18,7 @@ from tokentrue.integrations.rollouts import (
     take_largest,
 )
 from tokentrue.json_types import JsonObject
-from tokentrue.samples.trainer_rows import fill_logprobs
+from tokentrue.samples.trainer_rows import fill_logprobs, find_ranges
 
 
 def agent_executor(agent: Agent, *, url: str, **settings: Any) -> type[Any]:
@@ -63,8 +61,3 @@ def agent_executor(agent: Agent, *, url: str, **settings: Any) -> type[Any]:
             }
 
     return AgentExecutor
-
-
-def find_ranges(mask: Sequence[int]) -> list[tuple[int, int]]:
-    edges = [i for i, (before, after) in enumerate(pairwise([0, *mask, 0])) if bool(before) != bool(after)]
-    return list(zip(edges[::2], edges[1::2], strict=True))

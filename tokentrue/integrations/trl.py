@@ -8,6 +8,7 @@ a rollout is a row, with the oldest policy version of its trained tokens (exampl
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import statistics
 import threading
@@ -253,18 +254,13 @@ def rows_from_group(samples: Sequence[Sample], *, group_id: int, task: Any) -> l
             completion_mask=np.asarray(sample.loss_mask, dtype=np.int64),
             old_log_probs=np.asarray([value or 0.0 for value in sample.rollout_logprobs], dtype=np.float32),
             advantage=advantage,
-            model_version=oldest_version(sample),
+            model_version=min(itertools.compress(token_versions(sample), sample.loss_mask)),  # of trained tokens
             group_id=group_id,
             metrics={"reward": require_reward(sample), "reward_std": std},
             enqueued_at=time.time(),
         )
         for sample, advantage in zip(samples, advantages, strict=True)
     ]
-
-
-def oldest_version(sample: Sample) -> int:
-    """Of the tokens that the sample trains."""
-    return min(version for version, mask in zip(token_versions(sample), sample.loss_mask, strict=True) if mask)
 
 
 class WeightTransfer:

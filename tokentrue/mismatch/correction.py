@@ -42,7 +42,6 @@ from tokentrue.records import record
 from tokentrue.types import check_fields
 
 MISSING: Mapping[Need, str] = {
-    "old": "trainer_logprobs: missing",
     "current": "logprobs: the current policy's log-probabilities are missing",
     "advantages": "advantages: missing",
     "versions": "versions, version: the policy version of each token (or row) and the current one are missing",

@@ -22,7 +22,8 @@ from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch.batch import Bounds, Rows, Values, detach, dtype_of, interpolate_policy
 from tokentrue.mismatch.correction import MISSING, Corrected, Correction, correct
 from tokentrue.mismatch.metrics import ESTIMATORS, LOG_CLAMP, Extremes, Mean, Metrics, Statistic, k1, k3
-from tokentrue.mismatch.rules import SecondMoment, Surrogate, refuse
+from tokentrue.mismatch.presets import PRESETS
+from tokentrue.mismatch.rules import Surrogate, refuse
 from tokentrue.records import record
 from tokentrue.types import AtLeastOne, Checked, Finite, NotNegative, Positive, check_fields
 
@@ -99,15 +100,13 @@ LOSSES: Mapping[str, JsonMapping] = {
     "grpo": {"surrogate": "ppo", "aggregate": "seq_mean_token_mean"},
     "dapo": {"surrogate": "ppo", "clip_low": 0.2, "clip_high": 0.28, "aggregate": "token_mean"},
     "decoupled_ppo": {"surrogate": "ppo", "dual_clip": 3.0},
-    "bypass_ppo": {"correction": Correction(denominator="rollout")},
+    "bypass_ppo": {"correction": PRESETS["bypass_ppo_clip"]},
     "gspo": {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "seq_mean_token_mean"},
     "cispo": {"surrogate": "cispo", "clip_low": None, "clip_high": 4.0},
-    "dppo_tv": {"correction": Correction(denominator="rollout", surrogate="dppo_tv")},
+    "dppo_tv": {"correction": PRESETS["prime_rl_default"]},
     "sapo": {"surrogate": "sapo", "aggregate": "seq_mean_token_mean"},
-    "vespo": {"correction": Correction(denominator="rollout", surrogate="vespo")},
-    "m2po": {
-        "correction": Correction(denominator="rollout", surrogate="ratio", second_moment=SecondMoment(threshold=0.04))
-    },
+    "vespo": {"correction": PRESETS["vespo"]},
+    "m2po": {"correction": PRESETS["m2po"]},
 }
 """Losses by the name they go by in papers: starting points for `loss_named`."""
 

@@ -105,12 +105,14 @@ def compute_pixels(processor: Any, image: PromptImage) -> Any:
 
 
 def find_images(runs: Sequence[ImageRun], read: ReadImage | None, where: str) -> tuple[PromptImage, ...]:
-    if runs and read is None:
+    if not runs:
+        return ()
+    if read is None:
         raise TokenContractError(f"{where} has {len(runs)} images and no bytes for them; say where they are (images=)")
     found: list[PromptImage] = []
     for run in runs:
         try:
-            data = read(run.sha256) if read is not None else b""
+            data = read(run.sha256)
         except (LookupError, OSError) as error:
             raise TokenContractError(f"{where}: image {run.sha256} is missing: {one_line(error)}") from error
         found.append(PromptImage(run=run, data=data, media_type=""))

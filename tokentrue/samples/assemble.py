@@ -132,6 +132,7 @@ def _build_sample(
         logprobs += [None] * given
         logprobs += node.logprobs.tolist()
     end, rewards = path[-1], record.rewards
+    of_leaves = (rewards.leaves[node.id] for node in reversed(path) if node.id in rewards.leaves)
     return Sample(
         sample_id=f"{record.id}-{leaf.id}",
         session_id=record.id,
@@ -140,7 +141,7 @@ def _build_sample(
         loss_mask=loss_mask,
         rollout_logprobs=logprobs,
         spans=tuple(spans),
-        reward=reward_of_path([node.id for node in path], rewards.leaves, rewards.session),
+        reward=next(of_leaves, rewards.session),
         finish_reason=end.finish.value,
         metadata={**record.metadata, **rewards.metadata, **metadata},
         certificate=Certificate(chain=format_digest(end.chain), template=tree.template, tokenizer=tree.tokenizer),
@@ -193,10 +194,6 @@ def _own_metadata(record: SessionRecord, leaf: Node, path: list[Node], coverage:
     if attempts:
         own["malformed_calls"] = attempts
     return own
-
-
-def reward_of_path(path: Sequence[str], leaves: Mapping[str, float], session: float | None) -> float | None:
-    return next((leaves[node] for node in reversed(path) if node in leaves), session)
 
 
 def coverage_to_json(coverage: Coverage) -> JsonObject:

@@ -83,9 +83,13 @@ def read_samples(path: str | Path, *, format: str | None = None) -> Iterator[Sam
 
 
 def read_all(path: str | Path) -> list[Sample]:
-    if found := list(read_samples(path)):
-        return found
-    raise FileFormatError(f"{path}: holds no sample")
+    return _require_some(path, list(read_samples(path)))
+
+
+def _require_some(path: str | Path, samples: list[Sample]) -> list[Sample]:
+    if not samples:
+        raise FileFormatError(f"{path}: holds no sample")
+    return samples
 
 
 def read_exported(path: str | Path, *, format: str | None = None) -> Iterator[ExportedSample]:
@@ -137,17 +141,13 @@ def is_text(start: bytes) -> bool:
 def read_sound_samples(path: str | Path, *, trust: bool = False) -> list[Sample]:
     """`trust` skips the audit of certificates, masks and duplicates."""
     if trust:
-        samples = list(read_samples(path))
-    else:
-        rows = list(read_exported(path))
-        if findings := audit_exported(rows, ImageFolder(path)).findings:
-            others = len(findings) - 1
-            more = f", and {others} more (`tokentrue audit {path}` lists them)" if others else ""
-            raise AuditError(f"{path}: {findings[0]}{more}; --trust skips these checks")
-        samples = [row.sample for row in rows]
-    if not samples:
-        raise FileFormatError(f"{path}: holds no sample")
-    return samples
+        return read_all(path)
+    rows = list(read_exported(path))
+    if findings := audit_exported(rows, ImageFolder(path)).findings:
+        others = len(findings) - 1
+        more = f", and {others} more (`tokentrue audit {path}` lists them)" if others else ""
+        raise AuditError(f"{path}: {findings[0]}{more}; --trust skips these checks")
+    return _require_some(path, [row.sample for row in rows])
 
 
 def require_model(samples: Sequence[Sample], *, model: str, tokenizer: str | None, vocabulary: int) -> None:

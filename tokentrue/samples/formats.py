@@ -1,4 +1,5 @@
-"""The table of sample file formats: `FORMATS`. To add a trainer, write `*_row` and `*_columns` in `trainer_rows.py` and add one entry here; the command line, the gateway and format detection follow.
+"""The table of sample file formats: `FORMATS`. To add a trainer, write `*_row` and `*_columns` in `trainer_rows.py` and
+add one entry here; the command line, the gateway and format detection follow.
 
 Every trainer's row also carries `tokentrue`: the sample's fields that the trainer has no place for. So the sample is
 read back from any row, the row is rebuilt from the sample, and the two are compared."""
@@ -21,7 +22,7 @@ from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.plain_json import dumps, loads, read_numbered_lines
 from tokentrue.records import record
 from tokentrue.samples import trainer_rows
-from tokentrue.samples.shape import decode, head_to_json, sample_from_json, sample_to_json
+from tokentrue.samples.shape import decode, head_to_json, sample_from_json, sample_to_json, spread_spans
 from tokentrue.samples.trainer_rows import Columns
 from tokentrue.types import Sample
 
@@ -288,12 +289,9 @@ def trainer_format(
 
 
 def _without_given_logprobs(sample: Sample) -> Sample:
-    logprobs = list(sample.rollout_logprobs)
-    for span in sample.spans:
-        if span.kind == "given":
-            end = min(span.end, len(logprobs))
-            logprobs[span.start : end] = [None] * (end - span.start)
-    return replace(sample, rollout_logprobs=logprobs)
+    is_given = spread_spans(sample, lambda span: span.kind == "given", False)
+    logprobs = zip(is_given, sample.rollout_logprobs, strict=True)
+    return replace(sample, rollout_logprobs=[None if given else value for given, value in logprobs])
 
 
 def find_differences(

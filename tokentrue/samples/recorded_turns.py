@@ -56,14 +56,6 @@ class RecordedTurn:
     end: int
     row: TurnRow
 
-    @property
-    def penalties(self) -> list[str]:
-        return [name for name in PENALTIES if name in self.row.sampling]
-
-    @property
-    def truncations(self) -> list[str]:
-        return [name for name in TRUNCATIONS if name in self.row.sampling]
-
 
 def read_record(sample: Sample) -> SampleRecord:
     return decode(sample.metadata.get("tokentrue", {}), SampleRecord, f"sample {sample.sample_id}: metadata.tokentrue")
@@ -87,12 +79,13 @@ def read_turns(sample: Sample) -> list[RecordedTurn]:
 
 
 def why_not_scorable(sample: Sample, turn: RecordedTurn) -> str:
-    if turn.penalties:
+    if penalties := ", ".join(name for name in PENALTIES if name in turn.row.sampling):
         cure = "a penalty depends on the text before the token, and no trainer scores it; sample without it"
-        return f"sampled under {', '.join(turn.penalties)}: {cure}"
-    if turn.truncations and sample.sampling_mask is None:
+        return f"sampled under {penalties}: {cure}"
+    truncations = ", ".join(name for name in TRUNCATIONS if name in turn.row.sampling)
+    if truncations and sample.sampling_mask is None:
         cure = "have it return its sampling mask (docs/training.md), or sample without filters"
-        return f"sampled under {', '.join(turn.truncations)}, and the engine did not report which ids were kept; {cure}"
+        return f"sampled under {truncations}, and the engine did not report which ids were kept; {cure}"
     return ""
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
-from tokentrue.types import Certificate, ImageRun, RoutedExperts, Sample, SamplingMask, Span, TopLogprobs
+from tokentrue.types import Sample, Span
 
 T = TypeVar("T")
 
@@ -37,6 +39,15 @@ def encode_bytes(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
+def spread_spans(sample: Sample, value: Callable[[Span], T], fill: T) -> list[T]:
+    """A value for each token from its span; a span of a damaged file may be too long."""
+    found = [fill] * len(sample.token_ids)
+    for span in sample.spans:
+        end = min(span.end, len(found))
+        found[span.start : end] = [value(span)] * (end - span.start)
+    return found
+
+
 def sample_to_json(sample: Sample) -> JsonObject:
     return {
         **head_to_json(sample),
@@ -44,24 +55,6 @@ def sample_to_json(sample: Sample) -> JsonObject:
         "loss_mask": list(sample.loss_mask),
         "rollout_logprobs": list(sample.rollout_logprobs),
     }
-
-
-class SampleRow(msgspec.Struct, kw_only=True):
-    sample_id: str
-    session_id: str
-    group: str | None = None
-    token_ids: list[int]
-    loss_mask: list[Literal[0, 1]]
-    rollout_logprobs: list[float | None]
-    spans: tuple[Span, ...]
-    reward: float | None = None
-    finish_reason: str
-    metadata: JsonObject = {}
-    certificate: Certificate
-    routed_experts: RoutedExperts | None = None
-    sampling_mask: SamplingMask | None = None
-    images: tuple[ImageRun, ...] | None = None
-    top_logprobs: TopLogprobs | None = None
 
 
 def decode(value: JsonValue, kind: type[T], where: str) -> T:
@@ -76,10 +69,9 @@ def _decode_ids(kind: type, value: str) -> TokenIds:
 
 
 def sample_from_json(data: JsonMapping, where: str = "sample") -> Sample:
-    row = decode(data, SampleRow, where)
-    fields: dict[str, Any] = {name: getattr(row, name) for name in row.__struct_fields__}
+    given = {name: value for name, value in data.items() if value is not None}  # a table has nulls for what is absent
+    sample = decode(given, Sample, where)
     try:
-        fields |= {"token_ids": TokenIds(row.token_ids), "images": row.images or ()}
-        return Sample(**fields)
+        return replace(sample, token_ids=TokenIds(sample.token_ids))
     except TokenContractError as error:
         raise FileFormatError(f"{where}: {error}") from error

@@ -22,9 +22,6 @@ class TrainerLogprobs(msgspec.Struct, kw_only=True):
     logprobs: list[float | None]
     entropy: list[float | None] | None = None
 
-    def to_line(self, sample: Sample) -> str:
-        return json.dumps({"sample_id": sample.sample_id, "logprobs": list(self.logprobs)}) + "\n"
-
     def check(self, sample: Sample) -> None:
         for name, values in (("log-probabilities", self.logprobs), ("entropies", self.entropy)):
             if values is not None and len(values) != len(sample.token_ids):

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TypeAlias
 
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.samples.recorded_turns import read_turns
-from tokentrue.samples.shape import encode_bytes
+from tokentrue.samples.shape import encode_bytes, spread_spans
 from tokentrue.types import Sample
 
 Columns: TypeAlias = tuple[Sequence[JsonValue], Sequence[JsonValue], Sequence[JsonValue]]
@@ -43,13 +43,16 @@ def fill_logprobs(logprobs: Iterable[float | None]) -> list[float]:
     return [0.0 if value is None else value for value in logprobs]
 
 
+def find_ranges(marks: Sequence[int]) -> list[tuple[int, int]]:
+    """The runs `[start, end)` of marks that are not 0."""
+    edges = [i for i, (before, mark) in enumerate(pairwise([0, *marks, 0])) if bool(before) != bool(mark)]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
 def token_versions(sample: Sample, *, start: int = 0) -> list[int]:
-    found = [-1] * len(sample.token_ids)
-    for span in sample.spans:
-        if span.kind == "sampled" and span.policy_version is not None:
-            end = min(span.end, len(found))  # a span of a damaged file may be too long
-            found[span.start : end] = [span.policy_version] * (end - span.start)
-    return found[start:]
+    """-1 where nothing was sampled, or by no known version."""
+    known = spread_spans(sample, lambda span: span.policy_version if span.kind == "sampled" else None, None)
+    return [-1 if version is None else version for version in known[start:]]
 
 
 def expert_table(sample: Sample) -> list[list[list[int]]] | None:

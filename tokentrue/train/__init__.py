@@ -6,8 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tokentrue.train.checkpoint import Store
     from tokentrue.train.config import Baseline, OptimConfig, TrainConfig, config_hash
-    from tokentrue.train.loop import Rounds, SourceRounds, Store, train
+    from tokentrue.train.loop import Rounds, SourceRounds, train
     from tokentrue.train.publishing import Publisher
     from tokentrue.train.ranks import Ranks, join, leave, shard
     from tokentrue.train.reporting import MetricsWriter, StepReport
@@ -20,7 +21,7 @@ __all__ = [
     "Scorer", "SourceRounds", "StepReport", "Store", "TrainConfig", "Trainer", "config_hash", "join", "leave", "shard",
     "train",
 ]  # fmt: skip
-_HOMES = ("config", "rows", "scoring", "ranks", "reporting", "trainer", "publishing", "loop")
+_HOMES = ("config", "rows", "scoring", "ranks", "reporting", "trainer", "publishing", "checkpoint", "loop")
 
 
 def __getattr__(name: str) -> Any:

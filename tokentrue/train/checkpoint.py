@@ -18,8 +18,9 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -50,29 +51,30 @@ MODEL_FILES = (
 
 
 @record
-class Checkpoint:
-    rounds: dict[int, Groups]
-    evaluation: JsonMapping
-    counts: dict[int, Mapping[str, float]]
+class Store:
+    """Where a run keeps its checkpoints, and what it is a run of. `samples_digest` names the content of the file that
+    it trains from; `on_kept` gets the version of a checkpoint when it is whole."""
+
+    directory: Path
+    run_hash: str
+    model: str | None  # directory or hub id whose tokenizer belongs to the weights
+    samples_digest: str = ""
+    made_from: JsonMapping = field(default_factory=JsonObject)  # what `run_hash` names
+    on_kept: Callable[[int], None] = lambda _: None
 
 
-def save(
-    trainer: Trainer,
-    directory: Path,
-    *,
-    model: str | None,
-    run_hash: str,
-    rounds: Mapping[int, Groups],
-    keep: int,
-    best: int | None = None,
-    evaluation: JsonMapping | None = None,
-    counts: Mapping[int, Mapping[str, float]] | None = None,
-    samples_digest: str = "",
-    made_from: JsonMapping | None = None,
-) -> Path | None:
-    """Every rank calls it. The newest `keep` checkpoints stay, and that of step `best`. `model` is the directory or hub
-    id whose tokenizer belongs to the weights."""
-    ranks = trainer.ranks
+@record
+class Progress:
+    """What a run resumes with beside its trainer, by round number."""
+
+    rounds: dict[int, Groups] = field(default_factory=dict[int, Groups])
+    counts: dict[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
+    evaluation: JsonMapping = field(default_factory=JsonObject)
+
+
+def save(trainer: Trainer, store: Store, progress: Progress, *, best: int | None = None) -> Path | None:
+    """Every rank calls it. The newest checkpoints stay, and that of step `best`."""
+    ranks, directory = trainer.ranks, store.directory
     target = directory / f"step-{trainer.version:06d}"
     partial = directory / f".{target.name}.partial"
     try:
@@ -87,9 +89,9 @@ def save(
             trained.save_pretrained(partial / "adapter")
         write_optimizer(trainer, partial, is_sharded=is_large)
         if ranks.first:
-            write_model_files(trained, model, partial)
+            write_model_files(trained, store.model, partial)
             with (partial / "rounds.jsonl").open("w") as out:
-                for number, groups in sorted(rounds.items()):
+                for number, groups in sorted(progress.rounds.items()):
                     row = {"round": number, "groups": [[sample_to_json(each) for each in group] for group in groups]}
                     out.write(json.dumps(row) + "\n")
         digests = digests_under(partial, ranks)
@@ -98,11 +100,11 @@ def save(
         state = {
             **trainer.counters(),
             "torch": torch.__version__,
-            "run_hash": run_hash,
-            "made_from": made_from or {},
-            "samples_digest": samples_digest,
-            "evaluation": dict(evaluation or {}),
-            "counts": {str(number): dict(found) for number, found in (counts or {}).items()},
+            "run_hash": store.run_hash,
+            "made_from": store.made_from,
+            "samples_digest": store.samples_digest,
+            "evaluation": progress.evaluation,
+            "counts": progress.counts,
             "digests": digests,
         }
         (partial / "state.json").write_text(json.dumps(state, indent=1))
@@ -114,7 +116,7 @@ def save(
             f"step {trainer.version}: the checkpoint could not be written to {directory} ({error}); the ones before "
             "are whole: make room and run again to resume"
         ) from error
-    for old in find_checkpoints(directory)[:-keep]:
+    for old in find_checkpoints(directory)[: -trainer.config.keep_checkpoints]:
         if best is None or old.name != f"step-{best:06d}":
             shutil.rmtree(old)
     link = directory / ".latest.partial"
@@ -134,25 +136,21 @@ def latest(directory: Path) -> Path | None:
     return next(reversed(find_checkpoints(directory)), None)
 
 
-def read_state(
-    path: Path, *, run_hash: str, samples_digest: str = "", made_from: JsonMapping | None = None
-) -> JsonObject:
+def read_state(path: Path, store: Store) -> JsonObject:
     """Refuses a checkpoint of another configuration or file of samples."""
     try:
         state = json.loads((path / "state.json").read_text())
         made_by, _, _ = (state[name] for name in ("run_hash", "version", "updates"))
     except (OSError, ValueError, KeyError) as error:
         raise not_whole(path, repr(error)) from error
-    if made_by != run_hash:  # checkpoints of older versions have no `made_from`
-        known = made_from and state.get("made_from")
-        changes = "; ".join(list_changes(known, made_from)[:8]) if known else f"{made_by}, now {run_hash}"
+    if made_by != store.run_hash:  # checkpoints of older versions have no `made_from`
+        known = store.made_from and state.get("made_from")
+        changes = "; ".join(list_changes(known, store.made_from)[:8]) if known else f"{made_by}, now {store.run_hash}"
         raise FileFormatError(f"{path}: another configuration made it ({changes}); choose another directory")
     trained_on = state.get("samples_digest", "")  # checkpoints of older versions name none
-    if samples_digest and trained_on and trained_on != samples_digest:
-        raise FileFormatError(
-            f"{path}: another file of samples made it (SHA-256 {trained_on[:12]}…, now {samples_digest[:12]}…); choose "
-            "another directory"
-        )
+    if store.samples_digest and trained_on and trained_on != store.samples_digest:
+        digests = f"SHA-256 {trained_on[:12]}…, now {store.samples_digest[:12]}…"
+        raise FileFormatError(f"{path}: another file of samples made it ({digests}); choose another directory")
     return state
 
 
@@ -160,9 +158,9 @@ def not_whole(path: Path, why: str) -> FileFormatError:
     return FileFormatError(f"{path}: not a whole checkpoint ({why}); remove it to resume from an earlier one")
 
 
-def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
+def load(trainer: Trainer, path: Path, store: Store) -> Progress:
     """Puts weights, moments and counters in place, bit for bit. Every rank calls it."""
-    state = read_state(path, run_hash=run_hash)
+    state = read_state(path, store)
     require_digests(path, state.get("digests", {}), trainer.ranks)
     try:
         rows = [json.loads(line) for _, line in read_numbered_lines(path / "rounds.jsonl")]
@@ -174,7 +172,7 @@ def load(trainer: Trainer, path: Path, *, run_hash: str) -> Checkpoint:
         raise not_whole(path, repr(error)) from error
     trainer.set_counters(state)
     counts = {int(number): found for number, found in state.get("counts", {}).items()}
-    return Checkpoint(rounds=rounds, evaluation=state.get("evaluation", {}), counts=counts)
+    return Progress(rounds=rounds, counts=counts, evaluation=state.get("evaluation", {}))
 
 
 def file_digest(path: Path) -> str:

@@ -98,10 +98,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_fields(self, "train")
 
-    @property
-    def updates_per_step(self) -> int:
-        return self.minibatches * self.epochs
-
 
 @record
 class EvaluationConfig:

@@ -9,18 +9,16 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from tokentrue.errors import EngineError, FileFormatError, TrainingError
-from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import SampleSource
-from tokentrue.records import record
 from tokentrue.train import checkpoint
+from tokentrue.train.checkpoint import Store
 from tokentrue.train.config import EvaluationConfig
 from tokentrue.train.publishing import Publisher
 from tokentrue.train.ranks import Ranks
@@ -141,19 +139,6 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
     return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
 
 
-@record
-class Store:
-    """`samples_digest` names the content of the file that the run trains from; `on_kept` gets the version of a
-    checkpoint when it is whole."""
-
-    directory: Path
-    run_hash: str
-    model: str | None  # whose tokenizer belongs to the weights
-    samples_digest: str = ""
-    made_from: JsonMapping = field(default_factory=JsonObject)  # what `run_hash` names
-    on_kept: Callable[[int], None] = lambda _: None
-
-
 async def train(
     trainer: Trainer,
     rounds: Rounds,
@@ -209,7 +194,7 @@ class Run(msgspec.Struct, kw_only=True):
     def resume(self) -> None:
         path = None if self.store is None else checkpoint.latest(self.store.directory)
         if path is not None and self.store is not None:
-            loaded = checkpoint.load(self.trainer, path, run_hash=self.store.run_hash)
+            loaded = checkpoint.load(self.trainer, path, self.store)
             self.finished, self.counts = loaded.rounds, loaded.counts
             if self.evaluator is not None:
                 self.evaluator.restore(loaded.evaluation)
@@ -302,20 +287,11 @@ class Run(msgspec.Struct, kw_only=True):
     def keep(self) -> None:
         if self.store is None:
             return
-        evaluator = self.evaluator
-        checkpoint.save(
-            self.trainer,
-            self.store.directory,
-            model=self.store.model,
-            run_hash=self.store.run_hash,
-            rounds=self.finished,
-            keep=self.trainer.config.keep_checkpoints,
-            best=None if evaluator is None else evaluator.best_version,
-            evaluation=None if evaluator is None else evaluator.state(),
-            counts=self.counts,
-            samples_digest=self.store.samples_digest,
-            made_from=self.store.made_from,
+        best, evaluation = (
+            (None, {}) if self.evaluator is None else (self.evaluator.best_version, self.evaluator.state())
         )
+        progress = checkpoint.Progress(rounds=self.finished, counts=self.counts, evaluation=evaluation)
+        checkpoint.save(self.trainer, self.store, progress, best=best)
         self.kept, self.kept_at = self.trainer.version, time.monotonic()
         if self.trainer.ranks.first:
             self.store.on_kept(self.kept)

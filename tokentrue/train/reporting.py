@@ -25,6 +25,7 @@ from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch.metrics import Mean, Metrics
 from tokentrue.plain_json import dumps
 from tokentrue.records import record
+from tokentrue.samples.shape import spread_spans
 from tokentrue.train.config import LoggerName
 from tokentrue.train.exactness import Agreement
 from tokentrue.train.rows import Row, is_truncated
@@ -58,10 +59,7 @@ WATCHED = {"update/grad_norm": "gradient norm", "mismatch/ess": "effective sampl
 
 
 def turn_numbers(row: Row) -> torch.Tensor:
-    found = torch.zeros_like(row.ids)
-    for span in row.sample.spans:
-        found[span.start : span.end] = min(span.turn, len(TURNS) - 1)
-    return found
+    return torch.tensor(spread_spans(row.sample, lambda span: min(span.turn, len(TURNS) - 1), 0))
 
 
 def step_mismatch(found: Metrics) -> dict[str, float]:

@@ -25,6 +25,7 @@ from tokentrue.records import record
 from tokentrue.routing_replay import FREE
 from tokentrue.samples.groups import group_sessions
 from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures
+from tokentrue.samples.shape import spread_spans
 from tokentrue.train.config import AdvantageConfig, Baseline
 from tokentrue.types import Finish, PromptImage, Sample
 
@@ -86,10 +87,7 @@ def row_from_sample(sample: Sample, group: str, temperature: float = 1.0, images
             raise TokenContractError(
                 f"sample {sample.sample_id}, turn {number}: sampled at temperature 0, which has no policy gradient"
             )
-    versions = torch.full((len(logprobs),), -1, dtype=torch.int64)
-    for span in sample.spans:
-        if span.kind == "sampled":
-            versions[span.start : span.end] = span.policy_version or 0
+    versions = spread_spans(sample, lambda span: (span.policy_version or 0) if span.kind == "sampled" else -1, -1)
     return Row(
         sample=sample,
         group=group,
@@ -97,7 +95,7 @@ def row_from_sample(sample: Sample, group: str, temperature: float = 1.0, images
         mask=mask,
         sampled=sampled,
         rollout=torch.tensor([0.0 if value is None else value for value in logprobs], dtype=torch.float64).float(),
-        versions=versions,
+        versions=torch.tensor(versions, dtype=torch.int64),
         temperatures=torch.tensor(scoring_temperatures(sample, temperature), dtype=torch.float32),
         reward=float(sample.reward),
         kept=kept_rows(sample),
@@ -178,19 +176,6 @@ def list_sessions(rows: Sequence[Row]) -> list[list[int]]:
     return list(found.values())
 
 
-@record(eq=False)
-class SessionRewards:
-    rewards: Tensor  # float64
-    groups: Sequence[str]
-    of_row: Sequence[int]
-
-    @staticmethod
-    def of(rows: Sequence[Row]) -> SessionRewards:
-        found = group_sessions((*row.session, row.reward) for row in rows)
-        rewards = torch.tensor(found.rewards, dtype=torch.float64)
-        return SessionRewards(rewards=rewards, groups=found.groups, of_row=found.of_sample)
-
-
 def is_truncated(row: Row) -> bool:
     """Whether a turn ended at its limit of tokens. Old files name the last turn's end alone."""
     return row.sample.finish_reason == Finish.LENGTH or any(
@@ -203,11 +188,10 @@ def mask_truncated(rows: Sequence[Row]) -> list[Row]:
     return [replace(row, mask=torch.zeros_like(row.mask)) if row.session in cut else row for row in rows]
 
 
-def session_advantages(
-    sessions: SessionRewards, baseline: Baseline, config: AdvantageConfig | None = None
-) -> list[float]:
-    config = config or AdvantageConfig()
-    values, groups, eps = sessions.rewards, sessions.groups, config.epsilon
+def session_advantages(rows: Sequence[Row], baseline: Baseline, config: AdvantageConfig | None = None) -> list[float]:
+    sessions = group_sessions((*row.session, row.reward) for row in rows)
+    values, groups = torch.tensor(sessions.rewards, dtype=torch.float64), sessions.groups
+    eps = (config or AdvantageConfig()).epsilon
     ways: Mapping[Baseline, Callable[[], Tensor]] = {
         "grpo": lambda: grpo_advantages(values, groups, eps=eps),
         "grpo_batch": lambda: grpo_advantages(values, groups, eps=eps, scale="batch"),
@@ -217,7 +201,7 @@ def session_advantages(
         "none": lambda: values,
     }
     made = ways[baseline]().tolist()
-    return [made[number] for number in sessions.of_row]
+    return [made[number] for number in sessions.of_sample]
 
 
 def pack(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:

@@ -30,7 +30,6 @@ from tokentrue.train.rows import (
     Packing,
     Row,
     ScoredRow,
-    SessionRewards,
     mask_truncated,
     plan_minibatches,
     rows_from_groups,
@@ -46,10 +45,10 @@ from tokentrue.train.scoring import (
     replay_experts,
 )
 from tokentrue.train.update import (
-    Batch,
     LossScale,
     MasterWeights,
     MinibatchCorrection,
+    StepBatch,
     correct_minibatch,
 )
 from tokentrue.types import Sample
@@ -216,14 +215,13 @@ class Trainer:
                         self.scorer.tree = False
         self.is_tree_proven = True
 
-    def recompute(self, rows: Sequence[Row]) -> Batch:
+    def recompute(self, rows: Sequence[Row]) -> StepBatch:
         config = self.config
-        sessions = SessionRewards.of(rows)
-        advantages = session_advantages(sessions, config.baseline, config.advantages)
+        advantages = session_advantages(rows, config.baseline, config.advantages)
         parts = self.plan(rows, advantages)
         mine = self.score_parts(self.model, rows, parts)
         reference = {} if self.reference is None else self.score_parts(self.reference, rows, parts)
-        return Batch(
+        return StepBatch(
             rows=rows,
             parts=parts,
             recomputed=mine,
@@ -245,7 +243,7 @@ class Trainer:
         chosen = [rows[i] for i in numbers]
         return replay_experts(self.model, chosen, scorer=self.scorer, mode=self.config.routing_replay)
 
-    def compare(self, batch: Batch) -> Agreement:
+    def compare(self, batch: StepBatch) -> Agreement:
         numbers = sorted(batch.recomputed)
         if self.config.offline and self.version:
             numbers = []  # these weights sampled nothing of the file
@@ -257,7 +255,7 @@ class Trainer:
         require_near(chosen, recomputed, self.delta_limit, version=self.version, ranks=self.ranks)
         return found
 
-    def measure(self, batch: Batch) -> dict[str, float]:
+    def measure(self, batch: StepBatch) -> dict[str, float]:
         mine: Metrics | None = None
         if numbers := sorted(batch.recomputed):
             recomputed = [batch.recomputed[i] for i in numbers]
@@ -269,9 +267,10 @@ class Trainer:
         everyone = [found for found in self.ranks.all_gather_object(mine) if found is not None]
         return step_mismatch(everyone[0].merge(*everyone[1:]))
 
-    def update(self, batch: Batch, part: Minibatch, *, is_first: bool) -> UpdateResult:
+    def update(self, batch: StepBatch, part: Minibatch, *, is_first: bool) -> UpdateResult:
         """One optimiser update. A gradient that is not finite changes no weight."""
-        rate = learning_rate(self.optim, self.updates, self.config.steps * self.config.updates_per_step)
+        total = self.config.steps * self.config.minibatches * self.config.epochs
+        rate = learning_rate(self.optim, self.updates, total)
         self.updates += 1
         merged, loss = self.accumulate(batch, part, is_first=is_first)
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.masters.parameters, self.optim.clip_norm)))
@@ -291,7 +290,7 @@ class Trainer:
             self.masters.write_back()
         return UpdateResult(statistics=merged, loss=loss, norm=norm, rate=rate, is_skipped=is_skipped)
 
-    def accumulate(self, batch: Batch, part: Minibatch, *, is_first: bool) -> tuple[Metrics, float]:
+    def accumulate(self, batch: StepBatch, part: Minibatch, *, is_first: bool) -> tuple[Metrics, float]:
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.masters.parameters:  # a minibatch without gradient is an update with gradient 0, not none
             parameter.grad = torch.zeros_like(parameter)
@@ -312,7 +311,7 @@ class Trainer:
         return correction.metrics.merge(*(found for found, _ in everyone)), sum(share for _, share in everyone)
 
     def pass_loss(
-        self, batch: Batch, numbers: Sequence[int], correction: MinibatchCorrection
+        self, batch: StepBatch, numbers: Sequence[int], correction: MinibatchCorrection
     ) -> tuple[Tensor, Metrics]:
         chosen, sampler = [batch.rows[i] for i in numbers], list[Tensor]()
         if self.loss.correction.centering is not None and chosen:
@@ -343,7 +342,7 @@ class Trainer:
 
     def report(
         self,
-        batch: Batch,
+        batch: StepBatch,
         found: Agreement,
         measured: Mapping[str, float],
         done: Sequence[UpdateResult],

@@ -24,7 +24,7 @@ GROW_AFTER = 200  # updates without overflow
 
 
 @record(eq=False)
-class Batch:
+class StepBatch:
     """By row number, this rank's log-probabilities before any weight moves."""
 
     rows: Sequence[Row]
@@ -64,7 +64,7 @@ class MinibatchCorrection:
 
 
 def correct_minibatch(
-    batch: Batch,
+    batch: StepBatch,
     part: Minibatch,
     loss: LossConfig,
     *,

@@ -1,8 +1,7 @@
 """The viewer: a web page over a samples file, a store or a gateway, also exported as one self-contained file."""
 
-from tokentrue.viewer.app import create_app
 from tokentrue.viewer.data import GatewayData, ViewerData
-from tokentrue.viewer.page import Chart, Report, ReportTable, write_export, write_report
+from tokentrue.viewer.page import Chart, Report, ReportTable, create_app, write_export, write_report
 from tokentrue.viewer.sources import FileSource, SampleList, SessionList, StoreSource
 
 __all__ = [

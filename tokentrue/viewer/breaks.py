@@ -1,4 +1,5 @@
-"""Compares a branch's recorded ids with the ids of the same conversation rendered again, which a message-based pipeline would train on.
+"""Compares a branch's recorded ids with those of the same conversation rendered again, which a message-based pipeline
+would train on.
 
 Both sequences are split at the tokens that open a message, aligned by message and then by token. Every difference is
 named, and counted by the sampled tokens that it touches."""
@@ -6,13 +7,13 @@ named, and counted by the sampled tokens that it touches."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
-from tokentrue.comparison.compare import align
+from tokentrue.comparison.compare import find_gaps
 from tokentrue.errors import TokenTrueError
 from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.samples.shape import spread_spans
 from tokentrue.types import Ids, Message
 from tokentrue.viewer.blocks import messages_from_tokens
 from tokentrue.viewer.records import Branch, TurnMessages, ViewRenderer
@@ -39,11 +40,8 @@ def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> JsonObject:
     is_rendered = other is not None
     if other is None:
         other = renderer.encode_sampled(renderer.decode(ids))
-    is_sampled, turn_numbers = [False] * len(ids), [0] * len(ids)
-    for span in branch.sample.spans:
-        size = span.end - span.start
-        is_sampled[span.start : span.end] = [span.kind == "sampled"] * size
-        turn_numbers[span.start : span.end] = [span.turn] * size
+    is_sampled = spread_spans(branch.sample, lambda span: span.kind == "sampled", False)
+    turn_numbers = spread_spans(branch.sample, lambda span: span.turn, 0)
     has_logprob = [value is not None for value in branch.sample.rollout_logprobs]
     breaks: list[tuple[str, int, int, int, int, int, int]] = []
     by_name: dict[str, Counter[str]] = {}
@@ -126,15 +124,7 @@ def differing_ranges(recorded: Ids, other: Ids, cuts: frozenset[int]) -> list[tu
     found: list[tuple[int, int, int, int]] = []
     for first, last, other_first, other_last in find_gaps(*keys):
         start, other_start = mine[first], theirs[other_first]
-        inner = tuple(recorded[start : mine[last]]), tuple(other[other_start : theirs[other_last]])
-        found += [(start + a, start + b, other_start + c, other_start + d) for a, b, c, d in find_gaps(*inner)]
+        inner = find_gaps(tuple(recorded[start : mine[last]]), tuple(other[other_start : theirs[other_last]]))
+        gaps = ((start + a, start + b, other_start + c, other_start + d) for a, b, c, d in inner)
+        found += [gap for gap in gaps if gap[0] < gap[1] or gap[2] < gap[3]]
     return found
-
-
-def find_gaps(mine: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[int, int, int, int]]:
-    at = other_at = 0
-    for i, j in [*align(mine, theirs), (len(mine), len(theirs))]:
-        if i is not None and j is not None:
-            if i > at or j > other_at:
-                yield at, i, other_at, j
-            at, other_at = i + 1, j + 1

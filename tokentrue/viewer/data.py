@@ -18,6 +18,7 @@ from tokentrue.json_types import JsonObject
 from tokentrue.samples.recorded_turns import read_record
 from tokentrue.samples.shape import encode_bytes
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
+from tokentrue.samples.trainer_rows import find_ranges
 from tokentrue.types import Ids
 from tokentrue.viewer.blocks import cut_blocks, messages_from_tokens
 from tokentrue.viewer.breaks import breaks_to_json
@@ -125,7 +126,7 @@ class ViewerData:
             "rollout_logprobs": list(shown.rollout_logprobs),
             "trainer_logprobs": None if trainer is None else list(trainer.logprobs),
             "entropy": None if entropy is None else list(entropy),
-            "untrained": _ranges([0 if mask else 1 for mask in shown.loss_mask]),
+            "untrained": find_ranges([not mask for mask in shown.loss_mask]),
             "spans": [
                 [s.start, s.end, s.kind, s.role, s.turn, s.policy_version, int(s.trainable), s.why] for s in shown.spans
             ],
@@ -240,7 +241,7 @@ class ViewerData:
             if span.kind == "given":
                 own = span.role in {"assistant", "structure"}
                 marks[span.start : span.end] = [int(own or token in special) for token in ids[span.start : span.end]]
-        return _ranges(marks)
+        return find_ranges(marks)
 
     def _rollout(self, branch: Branch, advantages: Mapping[str, float]) -> JsonObject:
         sample = branch.sample
@@ -305,8 +306,3 @@ def _head(branch: Branch, advantage: float | None) -> JsonObject:
         "abandoned": branch.abandoned,
         "versions": sorted({span.policy_version for span in sample.spans if span.policy_version is not None}),
     }
-
-
-def _ranges(marks: Sequence[int]) -> list[tuple[int, int]]:
-    edges = [i for i, (before, mark) in enumerate(pairwise([0, *marks, 0])) if bool(before) != bool(mark)]
-    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,4 +1,5 @@
-"""The page as one self-contained HTML file, and the reports of commands on that page: facts, charts and tables."""
+"""The viewer's page: as a read-only Starlette application, mountable at any path; as one self-contained HTML file; and
+with the report of a command: facts, charts and tables."""
 
 from __future__ import annotations
 
@@ -12,8 +13,14 @@ from pathlib import Path
 from typing import Literal
 
 import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tokentrue.errors import FileFormatError, TokenTrueError
+from tokentrue.errors import AuditError, FileFormatError, InputError, SessionNotFound, TokenTrueError
 from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.records import record
 from tokentrue.samples.trainer_logprobs import TrainerLogprobs
@@ -27,9 +34,53 @@ MOST_IMAGE_BYTES = 50_000_000
 IMPORT = re.compile(r"""(["'])\./(?:vendor/)?([\w-]+\.js)\1""")
 LINK = re.compile(r'<link rel="stylesheet" href="static/([\w./-]+)">')
 SCRIPT = '<script type="module" src="static/app.js"></script>'
-POLICY = (
+FILE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 )
+# Only this server, and no inline script.
+SERVED_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = [
+    (b"content-security-policy", SERVED_POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+]
+STATUS: Mapping[type[TokenTrueError], int] = {
+    SessionNotFound: 404,
+    InputError: 422,
+    AuditError: 422,
+    TokenTrueError: 500,
+}
+
+
+def create_app(data: ViewerData | GatewayData) -> ASGIApp:
+    def answer(request: Request) -> Response:  # a plain function: Starlette runs it in a thread
+        try:
+            found = data.ask(request.path_params["view"], **request.query_params)
+            return Response(encode_json(found), media_type="application/json")
+        except TokenTrueError as error:
+            status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
+            return Response(encode_json({"error": str(error)}), status, media_type="application/json")
+
+    def page(request: Request) -> Response:
+        return FileResponse(STATIC / "index.html", media_type="text/html")
+
+    app = Starlette(
+        routes=[Route("/", page), Route("/data/{view}", answer), Mount("/static", StaticFiles(directory=STATIC))]
+    )
+
+    async def with_headers(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *HEADERS]}
+            await send(message)
+
+        await app(scope, receive, send_guarded)
+
+    return with_headers
 
 
 def encode_json(value: JsonValue) -> bytes:
@@ -105,7 +156,7 @@ def page_with(answers: JsonObject) -> str:
         '<script type="module">import "tokentrue/app.js"</script>'
     )
     page = page.replace(SCRIPT, scripts)
-    page = page.replace("<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">')
+    page = page.replace("<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{FILE_POLICY}">')
     return LINK.sub(lambda link: f"<style>{(STATIC / link[1]).read_text(encoding='utf-8')}</style>", page)
 
 

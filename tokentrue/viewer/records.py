@@ -125,15 +125,6 @@ def summarise(
     )
 
 
-def view_node(described: JsonMapping, reasons: Mapping[str, str]) -> JsonObject:
-    return {
-        **described,
-        "policy_versions": [version for _, _, version in described["policy_versions"]],
-        "malformed_calls": [attempt["status"] for attempt in described["attempts"]],
-        "untrained": reasons.get(described["id"]),
-    }
-
-
 def check_names(record: Sample | SessionSummary) -> None:
     for part in ADDRESSED:
         name = getattr(record, part, None) or ""

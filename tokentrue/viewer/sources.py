@@ -30,7 +30,6 @@ from tokentrue.viewer.records import (
     SourceKind,
     TurnMessages,
     summarise,
-    view_node,
 )
 
 STORE_S, GATEWAY_S = 0.5, 0.1  # for summaries in one request; a gateway has other work to do
@@ -235,7 +234,15 @@ def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:
             )
             untrained = replace(sample, spans=spans, loss_mask=[0] * len(sample.token_ids))
             branches.append(branch_from_tree(tree, untrained, reasons.get(leaf, "trained_elsewhere")))
-    nodes = tuple(view_node(describe_node(node), reasons) for node in tree.in_order())
+    nodes = tuple(
+        {
+            **describe_node(node),
+            "policy_versions": [span.version for span in node.versions],
+            "malformed_calls": [attempt.status.value for attempt in node.attempts],
+            "untrained": reasons.get(node.id),
+        }
+        for node in tree.in_order()
+    )
     head = replace(summary_head(record), task=first_question(tree))
     summary = summarise(head, nodes, made.coverage, [sample.reward for sample in made.samples])
     metadata = {**record.metadata, **record.rewards.metadata}

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tokentrue.environments.agents.bridge import ENTER, PORT, open_bridge
-from tokentrue.environments.agents.bridge import INSIDE as BRIDGE
 from tokentrue.environments.agents.presets import load_preset
 from tokentrue.environments.agents.process import (
     CANNOT_RUN,
@@ -31,14 +29,18 @@ from tokentrue.environments.agents.process import (
     run_command,
 )
 from tokentrue.environments.agents.sandbox import (
+    BRIDGE,
+    ENTER,
     MIB,
     NOBODY,
+    PORT,
     Network,
     SandboxKind,
     SandboxLimits,
     bwrap_command,
     check_sandbox,
     folders_named_in,
+    open_bridge,
     paths_shown,
     visible_programs,
 )

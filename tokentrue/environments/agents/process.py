@@ -153,16 +153,12 @@ def reward_from_command(result: CommandResult, command: str) -> float:
 def reward_from_harbor(folder: Path, result: CommandResult, command: str) -> float:
     if result.code is None:
         raise AgentError(f"score: {command!r} took longer than its time limit")
-    number = as_number(read_reward_file(folder, "reward.txt"))
-    if number is not None:
-        return number
-    try:
-        values = json.loads(read_reward_file(folder, "reward.json"))
-        number = float(values["reward"] if "reward" in values else sum(values.values()) / len(values))
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError, OverflowError):
-        number = math.nan
-    if math.isfinite(number):
-        return number
+    for name, parse in (("reward.txt", float), ("reward.json", parse_reward_json)):
+        with suppress(
+            ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError, OverflowError
+        ):
+            if math.isfinite(number := parse(read_reward_file(folder, name))):
+                return number
     said = result.tail.strip()[-200:]
     raise AgentError(
         f"score: tests/test.sh wrote no number to /logs/verifier/reward.txt (exit code {result.code}): {said}"
@@ -186,9 +182,6 @@ def read_reward_file(folder: Path, name: str) -> str:
         os.close(file)
 
 
-def as_number(text: str) -> float | None:
-    try:
-        value = float(text.strip())
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+def parse_reward_json(text: str) -> float:
+    values = json.loads(text)
+    return float(values["reward"] if "reward" in values else sum(values.values()) / len(values))

@@ -2,19 +2,25 @@
 
 Inside, `/rollout/work` is the working directory, `/rollout/home` the home and `/tmp` is private; nothing else is
 writable. From the host an agent sees system programs and configuration (`SYSTEM`), this Python, the programs on the
-PATH and what the user names, all read-only; no process, no socket, no network."""
+PATH and what the user names, all read-only; no process, no socket, and of the network only the bridge: a loopback port
+that leads to the gateway."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from tokentrue.errors import ConfigError
 from tokentrue.records import record
@@ -38,6 +44,26 @@ DROP_ROOT = (
 )
 MIB = 1024 * 1024
 SHARED_MEMORY_BYTES = 64 * MIB
+PORT = 47321  # of the bridge, on the agent's loopback
+BRIDGE = Path("/run/gateway")  # where the folder of its Unix socket is mounted
+SOCKET = "socket"
+CONNECTIONS = 128  # concurrent connections of one agent; each takes two file descriptors of this process
+# Runs in the sandbox before the agent: listens on the sandbox's own loopback interface, passes the listening socket to
+# this process through a Unix socket and execs the agent. Connections are thus accepted here, outside: no helper runs
+# inside that the agent could stop or replace.
+ENTER = f"""
+import os, socket, sys
+server = socket.create_server(("127.0.0.1", {PORT}))
+with socket.socket(socket.AF_UNIX) as host:
+    host.connect("{BRIDGE / SOCKET}")
+    socket.send_fds(host, [b"s"], [server.fileno()])
+    host.recv(1)
+server.close()
+try:
+    os.execvp(sys.argv[1], sys.argv[1:])
+except OSError as error:
+    sys.exit(print(f"cannot start {{sys.argv[1]}}: {{error.strerror}}", file=sys.stderr) or 127)
+"""
 
 
 @record
@@ -153,3 +179,71 @@ def parts_beside(folder: Path) -> list[Path]:
     if folder.name not in ("bin", "shims"):
         return [folder]
     return [path for name in PARTS_OF_A_PREFIX if (path := folder.parent / name).exists()]
+
+
+@asynccontextmanager
+async def open_bridge(folder: Path, url: str) -> AsyncGenerator[None]:
+    """Connects the sandbox in which `folder` is mounted at `BRIDGE` with the gateway at `url`."""
+    target = urlsplit(url)
+    is_tls = target.scheme == "https"
+    slots = asyncio.Semaphore(CONNECTIONS)
+    folder.mkdir()
+    folder.chmod(0o755)
+    handle = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"/proc/self/fd/{handle}/{SOCKET}")  # the folder's path may be too long for a socket
+        os.close(handle)
+        (folder / SOCKET).chmod(0o777)
+        listener.listen(1)
+        listener.setblocking(False)
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                if not slots.locked():
+                    async with slots:
+                        port = target.port or (443 if is_tls else 80)
+                        theirs = await asyncio.open_connection(target.hostname, port, ssl=is_tls or None)
+                        await exchange((reader, writer), theirs)
+            writer.close()
+
+        async def adopt() -> None:
+            """The first caller is `ENTER`: the agent is not started before it has its answer."""
+            loop = asyncio.get_running_loop()
+            caller, _ = await loop.sock_accept(listener)
+            with caller:
+                caller.settimeout(10)
+                _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, caller, 1, 1)
+                server = await asyncio.start_server(forward, sock=socket.socket(fileno=fds[0]))
+                caller.send(b"r")
+            listener.close()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                server.close()
+
+        serving = asyncio.create_task(adopt())
+        try:
+            yield
+        finally:
+            serving.cancel()
+            await asyncio.wait([serving])
+
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def exchange(ours: Connection, theirs: Connection) -> None:
+    try:
+        await asyncio.gather(copy(ours[0], theirs[1]), copy(theirs[0], ours[1]))
+    finally:
+        theirs[1].close()
+
+
+async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    while piece := await source.read(65536):
+        sink.write(piece)
+        await sink.drain()
+    if sink.can_write_eof():  # TLS cannot
+        sink.write_eof()
+    else:
+        sink.close()

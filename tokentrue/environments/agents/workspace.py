@@ -66,13 +66,13 @@ async def open_workspace(source: Path | None, *, ref: str | None, under: Path) -
 
 
 def fill_workspace(directory: Path, source: Path | None, ref: str | None) -> Workspace:
-    workspace = Workspace(directory=directory)
-    make_folders(workspace.agent, with_work=source is None)
+    agent, objects = directory / "agent", None
+    make_folders(agent, with_work=source is None)
     if source is not None and ref is not None:
-        return Workspace(directory=directory, objects=check_out(source, ref, workspace.agent / "work"))
-    if source is not None:
-        shutil.copytree(source, workspace.agent / "work", symlinks=True)
-    return workspace
+        objects = check_out(source, ref, agent / "work")
+    elif source is not None:
+        shutil.copytree(source, agent / "work", symlinks=True)
+    return Workspace(directory=directory, objects=objects)
 
 
 def log_beside(folder: Path) -> Path:
