@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tokentrue.errors import ConfigError
 from tokentrue.providers import registry
 
 ENGINES_PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -15,6 +16,24 @@ ENGINES_PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 def test_the_page_has_a_row_for_every_engine() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", ENGINES_PAGE.read_text(), re.M)
     assert sorted(rows) == sorted(registry.ENGINES)
+
+
+class MinimalServer:
+    """The keywords that every server's class must take (docs/new-engine.md)."""
+
+    def __init__(self, *, url: str, api_key: str | None = None) -> None:
+        self.url = url
+
+
+def test_the_doctor_asks_a_server_for_no_option_that_was_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokentrue.cli.doctor import load_engine
+
+    kind = registry.EngineKind(address=f"{__name__}:MinimalServer", options=("url", "api_key"), remote=True)
+    monkeypatch.setattr(registry, "ENGINES", {**registry.ENGINES, "minimal": kind})
+    engine, module = load_engine("minimal", "http://127.0.0.1:1", "unused", "float32", None)
+    assert isinstance(engine, MinimalServer) and engine.url == "http://127.0.0.1:1" and module is None
+    with pytest.raises(ConfigError, match="'minimal' has no option 'adapter'"):
+        load_engine("minimal", "http://127.0.0.1:1", "unused", "float32", "policy")
 
 
 @pytest.mark.parametrize("command", ["serve", "doctor", "train", "rollout"])

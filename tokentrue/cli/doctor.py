@@ -21,6 +21,7 @@ from tokentrue.cli.common import (
     show_status,
 )
 from tokentrue.errors import did_you_mean
+from tokentrue.protocols import find_plugins
 from tokentrue.providers.registry import IN_PROCESS, REMOTE, list_names
 
 if TYPE_CHECKING:
@@ -56,13 +57,14 @@ def command(
     from tokentrue.samples.files import read_all
 
     loaded, _, directory = (adapter or "").rpartition("=")
-    checks, known = Checks(), REMOTE + IN_PROCESS
+    checks, known = Checks(), (*REMOTE, *IN_PROCESS, *find_plugins("providers"))
     listed = f"choose one of {list_names(known)}{did_you_mean(engine, known)}"
     named = f"--adapter: engine {engine!r} runs in this process and has no adapter {loaded!r}; give DIR"
     checks.require(engine in known, f"--engine: no engine {engine!r}; {listed}")
-    checks.require(engine not in REMOTE or url is not None, f"--url: engine {engine!r} needs one")
-    checks.require(url is None or engine not in IN_PROCESS, f"--url: engine {engine!r} runs here and takes none")
-    checks.require(not loaded or engine in REMOTE, named)
+    runs_here = engine in IN_PROCESS
+    checks.require(runs_here or engine not in known or url is not None, f"--url: engine {engine!r} needs one")
+    checks.require(url is None or not runs_here, f"--url: engine {engine!r} runs here and takes none")
+    checks.require(not (loaded and runs_here), named)
     checks(require_dtype, dtype or "float32")
     checks(require_file, "-o", out)
     models = {"--model": model, "--served": served, "--previous": previous}
@@ -120,7 +122,8 @@ def load_engine(engine: str, url: str | None, served: str, dtype: str, adapter: 
     if url is not None:
         from tokentrue.app.wiring import EngineConfig, connect_engine
 
-        return connect_engine(EngineConfig(name=engine, options={"adapter": adapter}), url), None
+        options = {} if adapter is None else {"adapter": adapter}
+        return connect_engine(EngineConfig(name=engine, options=options), url), None
     from tokentrue.providers import load
 
     if engine == "exact":
