@@ -361,7 +361,6 @@ class RemoteEngine(Streaming):
     """`weights_dir` is shared with the server. `adapter` names the LoRA adapter of requests that name none."""
 
     name: str
-    bans_tokens = True  # takes extra["logit_bias"]
     adapter_routes = ""  # before /load_lora_adapter
 
     def __init__(
@@ -386,6 +385,10 @@ class RemoteEngine(Streaming):
         self._loading = asyncio.Lock()
         self._written: WrittenWeights | None = None
         self._published: WrittenWeights | None = None
+
+    @property
+    def bans_tokens(self) -> bool:
+        return True
 
     async def close(self) -> None:
         await self._http.close()
@@ -625,13 +628,14 @@ def common_params(
         params |= tag(dump_settings(wanted).decode())
     elif given == ["response_format"]:
         wanted = _object(extra["response_format"])
-        asked = _object(wanted.get("json_schema")).get("schema")
-        if wanted.get("type") != "json_object" and (
-            wanted.get("type") != "json_schema" or not isinstance(asked, Mapping)
-        ):
+        declared = _object(wanted.get("json_schema")).get("schema")
+        if wanted.get("type") == "json_object":
+            params |= schema(None)
+        elif wanted.get("type") == "json_schema" and isinstance(declared, Mapping):
+            params |= schema(_object(cast("object", declared)))
+        else:
             rule = "must be of type json_object, or json_schema with a json_schema.schema"
             raise SamplingError(f"response_format: {rule}")
-        params |= schema(None if wanted["type"] == "json_object" else _object(asked))
     return params
 
 
