@@ -8,14 +8,13 @@ import logging
 import sys
 from collections.abc import Callable
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp
 
 from tokentrue.gateway.admin import admin_routes
-from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, answer_errors
+from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, WatchedSend, answer_errors, log_line
 from tokentrue.gateway.auth import ApiKeys
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat
@@ -67,7 +66,7 @@ class Gateway:
             await self._run_lifespan(receive, send)
         elif scope["type"] == "http":
             errors = self.services.metrics.errors
-            await answer_errors(self._route, scope, receive, send, dialect=OpenAIChat, errors=errors)
+            await answer_errors(self._route, scope, receive, WatchedSend(send), dialect=OpenAIChat, errors=errors)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -109,8 +108,7 @@ class Gateway:
         purged = await self.services.journal.purge(older_than_s=self.config.purge_after_s)
         for session_id in purged:
             self.services.sessions.forget(session_id)
-            line = {"event": "purged", "session": session_id, "purge_after_s": self.config.purge_after_s}
-            LOG.info(orjson.dumps(line).decode())
+            log_line("purged", session=session_id, purge_after_s=self.config.purge_after_s)
         return purged
 
     async def close(self) -> None:
