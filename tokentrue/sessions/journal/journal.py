@@ -27,12 +27,13 @@ from tokentrue.sessions.journal.rows import (
     RECORD,
     Row,
     SessionRecord,
+    damaged,
     node_from_row,
     record_from_values,
     row_digest,
     values_from_record,
 )
-from tokentrue.sessions.journal.sqlite import NODE_COLUMNS, RESTORE, SqliteFile, StoreLock, WorkerLock
+from tokentrue.sessions.journal.sqlite import NODE_COLUMNS, SqliteFile, StoreLock, WorkerLock
 from tokentrue.sessions.tree import Tree
 
 T = TypeVar("T")
@@ -276,7 +277,7 @@ class Journal:
         if found is None:
             raise SessionNotFound(f"no image {sha256!r} in session {session_id!r}")
         if hash_image(found[0]) != sha256:
-            raise JournalError(f"the journal is damaged: image {sha256} does not fit its hash; {RESTORE}")
+            raise damaged(f"image {sha256} does not fit its hash")
         return bytes(found[0]), found[1]
 
     def count_image_bytes(self, session_id: str) -> int:
@@ -327,9 +328,7 @@ class Journal:
         found = self.read(lambda db: db.execute(sql, (session_id,)).fetchall())
         rows = [values for values in found if values[1] is not None]
         if found and found[0][0] != len(rows):
-            raise JournalError(
-                f"the journal is damaged: session {session_id!r} has {len(rows)} nodes of {found[0][0]}; {RESTORE}"
-            )
+            raise damaged(f"session {session_id!r} has {len(rows)} nodes of {found[0][0]}")
         return [_row_from_values(session_id, values[1:]) for values in rows]
 
 
@@ -343,9 +342,7 @@ def load_record(db: Database, session_id: str) -> SessionRecord:
 def _row_from_values(session_id: str, values: Sequence[Any]) -> Row:
     *columns, digest = values
     if digest != row_digest((session_id, *columns)):
-        raise JournalError(
-            f"the journal is damaged: node {columns[0]!r} of session {session_id!r} does not fit its digest; {RESTORE}"
-        )
+        raise damaged(f"node {columns[0]!r} of session {session_id!r} does not fit its digest")
     return Row(*columns)
 
 

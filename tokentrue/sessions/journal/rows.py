@@ -243,14 +243,16 @@ def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
 def record_from_values(row: tuple[Any, ...]) -> SessionRecord:
     *values, digest = row
     if digest != row_digest(values):
-        raise JournalError(
-            f"the journal is damaged: the row of session {values[0]!r} does not fit its digest; restore it from a backup"
-        )
+        raise damaged(f"the row of session {values[0]!r} does not fit its digest")
     body = loads(values.pop())
     body |= {"rewards": Rewards(**body["rewards"]), "pin": tuple(body.get("pin", ()))}
     return SessionRecord(
         **dict(zip(("id", "group", "state", "key_hash", "created", "ended"), values, strict=True)), **body
     )
+
+
+def damaged(what: str, *, journal: str = "") -> JournalError:
+    return JournalError(f"the journal {journal and f'{journal} '}is damaged: {what}; restore it from a backup")
 
 
 def row_digest(values: Sequence[Any]) -> bytes:
