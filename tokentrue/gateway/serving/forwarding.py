@@ -91,20 +91,19 @@ class Peers:
     async def ask_workers(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> list[bytes | None]:
-        others = [UNIX + socket for number, socket in enumerate(self._sockets) if number != self._me]
-        return list(await asyncio.gather(*(self._ask(url, method, path, body, headers) for url in others)))
-
-    async def _ask(
-        self, url: str, method: str, path: str, body: bytes, headers: Mapping[str, str] | None
-    ) -> bytes | None:
-        client, base = self._connect(url)
         timeout = aiohttp.ClientTimeout(total=None if method == "POST" else ASK_S)
         marked = {**(headers or {}), FORWARDED.decode(): "1"}
-        try:
-            async with client.request(method, base + path, data=body, headers=marked, timeout=timeout) as response:
-                return await response.read() if response.status < 400 else None
-        except (aiohttp.ClientError, TimeoutError):
-            return None
+
+        async def ask(socket: str) -> bytes | None:
+            client, base = self._connect(UNIX + socket)
+            try:
+                async with client.request(method, base + path, data=body, headers=marked, timeout=timeout) as response:
+                    return await response.read() if response.status < 400 else None
+            except (aiohttp.ClientError, TimeoutError):
+                return None
+
+        others = [socket for number, socket in enumerate(self._sockets) if number != self._me]
+        return list(await asyncio.gather(*map(ask, others)))
 
     async def close(self) -> None:
         for client in self._clients.values():
