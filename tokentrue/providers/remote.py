@@ -209,7 +209,7 @@ def _refusal(where: str, status: int, words: str) -> EngineError:
     return EngineUnreachable(said) if status in RETRIED_STATUS else rejected(said)
 
 
-# ---- responses -------------------------------------------------------------------------------------------------------
+# Responses.
 class EngineFault(msgspec.Struct):
     """Of both engines; some versions send plain text instead."""
 
@@ -270,7 +270,7 @@ async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenId
         return None
 
 
-# ---- published weights, in a directory that the server sees ----------------------------------------------------------
+# Published weights, in a directory that the server sees.
 #     ROOT/version-000007/model.safetensors      every name, no index; tied heads written out
 # There is no index because an engine would load the shards of the first checkpoint that it names. A tied head is
 # written as a separate tensor: an engine that holds it apart from the embedding would keep the old one.
@@ -321,7 +321,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-# ---- common base of the adapters -------------------------------------------------------------------------------------
+# The common base of the adapters.
 class Answer(Protocol):
     builder: CompletionBuilder
 
@@ -393,7 +393,7 @@ class RemoteEngine(Streaming):
     async def close(self) -> None:
         await self._http.close()
 
-    # ---- what an adapter writes
+    # What an adapter writes.
     @abstractmethod
     async def _prepare(self, sampling: Sampling) -> None:
         """Raises if the engine cannot sample so, or not truthfully."""
@@ -427,7 +427,7 @@ class RemoteEngine(Streaming):
     @abstractmethod
     async def _info(self) -> WeightInfo: ...
 
-    # ---- generations
+    # Generations.
     async def stream(
         self,
         prompt_ids: Ids,
@@ -492,7 +492,7 @@ class RemoteEngine(Streaming):
             await asyncio.sleep(ABORT_RETRY_S if self._running else 0)
         return running
 
-    # ---- weights
+    # Weights.
     async def publish(self, weights: NamedWeights, *, version: int) -> None:
         """Works during generations, too."""
         root, keep = self._publishing_root(), () if self._published is None else (self._published.directory,)
@@ -592,7 +592,7 @@ class RemoteEngine(Streaming):
         return await self._http.read("POST", path, body or {}, retry=False)
 
 
-# ---- settings of a request -------------------------------------------------------------------------------------------
+# Settings of a request.
 def common_params(
     sampling: Sampling,
     *,

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
@@ -84,18 +85,14 @@ class Journal:
         self._lock: StoreLock | WorkerLock | None = None
         if not (read_only or file.in_memory):
             self._lock = StoreLock(file.path) if lock else WorkerLock(file.path)
-        connection: sqlite3.Connection | None = None
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self._release_lock)
             file.create()
-            connection = file.connect()
+            connection = on_error.enter_context(closing(file.connect()))
             if check and not file.in_memory:
                 file.check(connection)
             self._start(connection, None if file.in_memory else file.connect(), read_only=read_only)
-        except BaseException:
-            if connection is not None:
-                connection.close()
-            self._release_lock()
-            raise
+            on_error.pop_all()
 
     def _start(self, connection: Database, reader: Database | None, *, read_only: bool) -> None:
         self._read_only, self._closed = read_only, False
