@@ -7,7 +7,6 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -32,7 +31,6 @@ from tokentrue.plain_json import convert
 from tokentrue.records import record
 from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
 from tokentrue.sessions.description import describe_record, describe_session
-from tokentrue.sessions.journal import is_postgres
 
 READY_S = 5.0
 LONGEST_DRAIN_S = 600.0
@@ -250,12 +248,11 @@ class AdminRequest:
         return {"status": "ready", "paused": services.admission.paused, "engine": dict(facts)}
 
     async def _check_disk(self) -> None:
-        store = self.services.journal.target
-        path = store.removeprefix("sqlite:")
-        _ = self.services.journal.lease_number  # raises if the database is unreachable
-        if path in ("memory", ":memory:") or is_postgres(store):
+        journal = self.services.journal
+        _ = journal.lease_number  # raises if the database is unreachable
+        if journal.folder is None:
             return
-        free = (await asyncio.to_thread(shutil.disk_usage, Path(path).resolve().parent)).free
+        free = (await asyncio.to_thread(shutil.disk_usage, journal.folder)).free
         if free < self.services.config.limits.free_disk_bytes:
             message = f"the disk of the journal is full: {free} bytes are left (limits.free_disk_bytes)"
             raise HttpError(503, "disk_full", message, retry_after_s=10.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import sys
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp
 
 from tokentrue.gateway.admin import admin_routes
-from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, WatchedSend, answer_errors, log_line
+from tokentrue.gateway.asgi import LOG, HttpError, Receive, Scope, Send, WatchedSend, answer_errors, log_line
 from tokentrue.gateway.auth import ApiKeys
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat
@@ -29,7 +28,6 @@ from tokentrue.tracing import stop_tracing
 
 LoadPage = Callable[[], ASGIApp]
 CHALLENGE = 'Basic realm="tokentrue: any user name, the admin key as password", charset="UTF-8"'
-LOG = logging.getLogger("tokentrue.gateway")
 PURGE_EVERY_S = 3600.0
 EVICT_EVERY_S = 15.0
 

@@ -41,9 +41,9 @@ def problem_from(error: BaseException) -> HttpError:
     return HttpError(error.status, error.code, said, field=error.field, retry_after_s=error.retry_after_s)
 
 
-def log_line(event: str, **fields: Any) -> None:
-    if LOG.isEnabledFor(logging.INFO):
-        LOG.info(encode({"event": event, **fields}).decode())
+def log_line(event: str, level: int = logging.INFO, **fields: Any) -> None:
+    if LOG.isEnabledFor(level):
+        LOG.log(level, encode({"event": event, **fields}).decode())
 
 
 class ClientGone(Exception):

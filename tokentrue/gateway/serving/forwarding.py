@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -13,14 +12,13 @@ import aiohttp
 from yarl import URL
 
 from tokentrue.errors import SessionElsewhere
-from tokentrue.gateway.asgi import ClientGone, HttpError, Receive, Scope, Send, cancel_on_disconnect, read_header
+from tokentrue.gateway.asgi import LOG, ClientGone, HttpError, Receive, Scope, Send, cancel_on_disconnect, read_header
 
 FORWARDED = b"x-tokentrue-forwarded"  # how often a request has been forwarded
 MOST_FORWARDS = 3  # to the worker that owns it, to the gateway that owns it, to its worker there
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer", b"expect", FORWARDED}
 ASK_S = 5.0
 UNIX = "unix:"
-LOG = logging.getLogger("tokentrue.gateway")
 
 
 def find_owner(session_id: str, workers: int) -> int:

@@ -70,6 +70,7 @@ class Journal:
     `read_only=True` needs no lock; `check=False` skips `quick_check`, which reads the whole file."""
 
     _has_fencing = False  # a write with an older fencing token fails
+    folder: Path | None = None  # on whose disk it is, if this machine has it
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class Journal:
     ) -> None:
         self.target = str(target)
         file = SqliteFile(self.target, synchronous=synchronous, read_only=read_only)
+        self.folder = None if file.in_memory else Path(file.path).resolve().parent
         self._lock: StoreLock | WorkerLock | None = None
         if not (read_only or file.in_memory):
             self._lock = StoreLock(file.path) if lock else WorkerLock(file.path)
