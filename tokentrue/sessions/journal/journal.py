@@ -240,9 +240,9 @@ class Journal:
     async def delete(self, session_id: str) -> None:
         await self.write(lambda db: self._delete_sessions(db, [session_id]))
 
-    async def purge(self, *, older_than_s: float, now: float | None = None) -> list[str]:
+    async def purge(self, *, older_than_s: float) -> list[str]:
         """Deletes sessions by age since their end; returns their ids."""
-        limit = (time.time() if now is None else now) - older_than_s
+        limit = time.time() - older_than_s
 
         def write(db: Database) -> list[str]:
             ended = db.execute("SELECT id FROM sessions WHERE state = 'ended' AND ended < ?", (limit,))
