@@ -383,14 +383,14 @@ def openapi_document() -> JsonObject:
         query = [EVENTS] if operation.streams else []
         for root, who in (("", "the key names the session"), (SESSION_ROOT, "the URL names the session")):
             path = f"{root}/{operation.versions[0]}/{operation.path.replace(':path}', '}')}"
-            shown = describe(path, f"{operation.summary}; {who}", operation.body, kinds, query)
+            shown = describe_operation(path, f"{operation.summary}; {who}", operation.body, kinds, query)
             paths[path] = {operation.method.lower(): shown}
     for each in ADMIN:
         fields: JsonObject = {}
         if each.query is not None:
             fields = msgspec.json.schema(each.query)["$defs"][each.query.__name__]["properties"]
         query = [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
-        shown = describe(each.path, each.summary, each.body, [each.media_type], query, status=each.status)
+        shown = describe_operation(each.path, each.summary, each.body, [each.media_type], query, status=each.status)
         paths.setdefault(each.path, {})[each.method.lower()] = shown
     described = "Token-in, token-out model calls for agents."
     return {
@@ -402,7 +402,7 @@ def openapi_document() -> JsonObject:
     }
 
 
-def describe(
+def describe_operation(
     path: str,
     summary: str,
     body: type[msgspec.Struct] | None,
