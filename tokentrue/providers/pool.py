@@ -52,7 +52,7 @@ class Pool(Streaming):
     def __init__(self, replicas: Sequence[Provider]) -> None:
         if not replicas:
             raise ConfigError("a pool needs at least one engine")
-        self._replicas = list(replicas)
+        self._replicas, self.name = list(replicas), replicas[0].name
         self._adapting = [replica for replica in replicas if isinstance(replica, Adapting)]
         self._down: set[int] = set()  # failed replicas; each gets the weights again before it is used
         self._restoring = asyncio.Lock()
@@ -60,10 +60,6 @@ class Pool(Streaming):
         self._not_paused = asyncio.Event()
         self._not_paused.set()
         self._checker: asyncio.Task[None] | None = None
-
-    @property
-    def name(self) -> str:
-        return self._replicas[0].name
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
