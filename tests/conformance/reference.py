@@ -16,6 +16,7 @@ import aiohttp
 from aiohttp import web
 from transformers import AutoTokenizer
 
+from tests.fuzz.spelling import spell
 from tokentrue.conformance import Row, Session, Target, merge_calls
 from tokentrue.conformance.standin.vocabulary import Vocabulary
 from tokentrue.conformance.standin.wires import chat_message, parse_output
@@ -158,7 +159,7 @@ class Reference:
         for at, part in enumerate(re.split(r"\ue000(\d+)\ue001", shown)):
             text = texts[int(part)] if at % 2 else part
             is_plain = at % 2 == 0 or not any(mark in text for mark in self._vocabulary.added)
-            ids += self._vocabulary.encode(text) if is_plain else self._vocabulary.spell(text)
+            ids += self._vocabulary.encode(text) if is_plain else spell(self._vocabulary, text)
         return ids
 
     def _urls(self, body: Mapping[str, Any]) -> list[str]:

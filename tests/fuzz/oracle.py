@@ -11,6 +11,7 @@ from typing import Any
 from tests.fuzz import template
 from tests.fuzz.engine import Generation
 from tests.fuzz.messages import Differences, Fit, fit
+from tests.fuzz.spelling import normal
 from tokentrue.conformance.agents.messages import Message, Tool
 from tokentrue.conformance.oracle import Oracle, Row
 from tokentrue.conformance.standin.vocabulary import Vocabulary
@@ -167,7 +168,7 @@ class Judge:
             self._in_order(ids, sent)
 
     def _compare(self, ids: tuple[int, ...], expected: Sequence[template.Segment], rule: str) -> None:
-        text, got = self._vocabulary.normal(template.text_of(expected)), self._vocabulary.text(ids)
+        text, got = normal(self._vocabulary, template.text_of(expected)), self._vocabulary.text(ids)
         if text != got:
             at = shared(text, got)
             near = slice(max(0, at - 40), at + 60)
@@ -185,7 +186,7 @@ class Judge:
         for message in messages:
             if message.role == "assistant":
                 continue
-            wanted = self._vocabulary.normal(message.text)
+            wanted = normal(self._vocabulary, message.text)
             found = text.find(wanted, at)
             if found < 0:
                 raise Violation(
@@ -203,11 +204,11 @@ class Judge:
             return  # resumed in the middle of a stop string, the engine did not see it: the answer is cut there as well
         reasoning, text, calls = output.expected
         served = [(call.name, loaded(call.arguments)) for call in message.calls]
-        normal = self._vocabulary.normal
-        wanted = [(name, loaded(normal(arguments))) for name, arguments in calls]
+        wanted = [(name, loaded(normal(self._vocabulary, arguments))) for name, arguments in calls]
         if served != wanted:
             raise Violation("calls must be served as sampled", f"sampled {wanted}, served {served}")
-        if (message.reasoning.strip(), message.text.strip()) != (normal(reasoning).strip(), normal(text).strip()):
+        reasoning, text = (normal(self._vocabulary, part) for part in (reasoning, text))
+        if (message.reasoning.strip(), message.text.strip()) != (reasoning.strip(), text.strip()):
             raise Violation(
                 "text must be served as sampled",
                 f"sampled {(reasoning, text)!r}, served {(message.reasoning, message.text)!r}",

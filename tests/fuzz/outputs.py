@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tests.fuzz.spelling import spell
 from tokentrue.conformance.standin import generation as base
 from tokentrue.conformance.standin.generation import Output
 
@@ -110,7 +111,7 @@ class Writer(base.Writer):
             return self.sampled(f"<think>\n{self.words()}\n</think>\n\n{rng.choice(BROKEN_CALLS)}")
         if kind == 3:  # a marker's literal, spelled with plain tokens
             raw = f"{self.words(3)} {rng.choice(MARKERS)} {self.words(3)}"
-            return Output(ids=(*vocabulary.spell(raw), vocabulary.stop), text=raw)
+            return Output(ids=(*spell(vocabulary, raw), vocabulary.stop), text=raw)
         if kind == 4:  # a marker token where none belongs
             marker = rng.choice([mark for mark in MARKERS[:4] if mark in vocabulary.added])
             return self.sampled(f"{self.words(3)} {marker} {self.words(3)}")

@@ -14,6 +14,7 @@ from tests.fuzz.histories import alternate_tools, chain_responses, change_system
 from tests.fuzz.native import Wire, read_node
 from tests.fuzz.oracle import Violation, join_parts, short
 from tests.fuzz.retries import ask_many_at_once, ask_twice_at_once, ask_with_key, expect_recorded, retry_as_sdks_do
+from tests.fuzz.spelling import normal
 from tokentrue.conformance.agents.dialects import ANTHROPIC, CHAT
 from tokentrue.conformance.agents.messages import Message
 
@@ -85,7 +86,7 @@ async def ask_in_parallel(case: Case) -> None:
         own = [
             s
             for s in made
-            if case.world.vocabulary.normal(asked.messages[-1].text) in case.world.vocabulary.text(s.prompt)
+            if normal(case.world.vocabulary, asked.messages[-1].text) in case.world.vocabulary.text(s.prompt)
         ]
         case.judged(asked, one, own)
 

@@ -139,13 +139,14 @@ async def test_sessions_are_listed_paged_and_removed(journal: Journal) -> None:
         await journal.delete("s1")
 
 
-async def test_sessions_end_by_age(journal: Journal) -> None:
+async def test_sessions_end_by_age(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.wrap_future(journal.create(SessionRecord(id="old", created=100.0, state="ended", ended=150.0)))
     await asyncio.wrap_future(journal.create(SessionRecord(id="fresh", created=100.0, state="ended", ended=990.0)))
     await asyncio.wrap_future(journal.create(SessionRecord(id="open", created=100.0)))
     await asyncio.wrap_future(journal.create(SessionRecord(id="busy", created=100.0)))
     await append(journal, "busy", row("a", 0)._replace(created=995.0))
-    assert await journal.purge(older_than_s=100, now=1000.0) == ["old"]
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    assert await journal.purge(older_than_s=100) == ["old"]
     assert {item.id for item in journal.sessions()} == {"fresh", "open", "busy"}
 
 

@@ -195,7 +195,7 @@ async def engine_refuses(play: Play) -> None:
     await _go_on(play, messages)
 
 
-async def _hear_failure(play: Play, messages: Sequence[Message], **how: Any) -> Any:
+async def _hear_failure(play: Play, messages: Sequence[Message], **how: Any) -> Heard | None:
     """None where the connection was closed, which is a failure that an agent sees."""
     try:
         return await asyncio.wait_for(play.post(messages, **how), 10 * WAIT_S)

@@ -205,7 +205,7 @@ class Oracle:
         """Rule 9.1: before each trained token, a row has the images of the engine's prompt."""
         for number, row in enumerate(rows):
             for one in {one.number: one for _, (one, _) in self.places(row)}.values():
-                got = [tuple(image) for image in row.images if image[1] < len(one.prompt)]
+                got = [(name, at, count) for name, at, count in row.images if at < len(one.prompt)]
                 if got != list(one.images):
                     told, given = (
                         ", ".join(f"{name[:8]} at {at} ({count} tokens)" for name, at, count in images) or "none"

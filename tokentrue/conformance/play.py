@@ -22,7 +22,7 @@ from tokentrue.conformance.agents.dialects import (
 )
 from tokentrue.conformance.agents.messages import Losses, Message, Tool, lose
 from tokentrue.conformance.agents.streams import Broken, Heard, Unsound, assemble, read_events
-from tokentrue.conformance.oracle import Fault, Oracle, Row, find_uneven
+from tokentrue.conformance.oracle import Fault, Oracle, Row, Severity, find_uneven
 from tokentrue.conformance.standin.engine import Engine
 from tokentrue.conformance.standin.generation import Generation, Output, Plan, Writer
 from tokentrue.conformance.standin.vocabulary import Vocabulary, draw_picture, is_same_picture, see_picture
@@ -98,8 +98,12 @@ class Play:
     def log(self) -> list[Generation]:
         return [one for one in self.bench.engine.log[""][self._first :] if one.number not in self.foreign]
 
-    def fault(self, rule: str, detail: str, severity: Any = "fatal", *, tokens: int = 0) -> None:
+    def fault(self, rule: str, detail: str, severity: Severity = "fatal", *, tokens: int = 0) -> None:
         self._add([Fault(rule=rule, severity=severity, detail=detail, tokens=tokens)])
+
+    def stop(self, rule: str, detail: str) -> Stop:
+        self.fault(rule, detail)
+        return Stop()
 
     def _add(self, faults: Iterable[Fault]) -> None:
         """Without rules and levels that the target makes no promise about."""
@@ -110,8 +114,7 @@ class Play:
         try:
             self.session: Session = await asyncio.to_thread(self.target.open)
         except Exception as error:
-            self.fault("0.1", f"no session could be opened: {error!r}")
-            raise Stop from error
+            raise self.stop("0.1", f"no session could be opened: {error!r}") from error
 
     # What the agent says.
     def text(self) -> str:
@@ -186,8 +189,7 @@ class Play:
         try:
             heard = await self.post(messages, **how)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self.fault("0.1", f"a good request was not answered: {error!r}")
-            raise Stop from error
+            raise self.stop("0.1", f"a good request was not answered: {error!r}") from error
         asked = (how.get("fields") or {}).get("temperature", 1.0)
         for one in self.log[start:]:
             if abs(one.asked.temperature - (1.0 if asked is None else asked)) > 1e-6:
@@ -201,28 +203,23 @@ class Play:
     ) -> list[Message]:
         """The answers to a request, one per plan, after the rules about what an agent is shown."""
         if heard.status != 200:
-            self.fault("0.1", f"a good request got {heard.status}: {brief_json(heard.whole)}")
-            raise Stop
+            raise self.stop("0.1", f"a good request got {heard.status}: {brief_json(heard.whole)}")
         if streamed and heard.whole is not None:
             self.fault("4.3", f"a streamed request got one body of type {heard.kind}")
         made = [one for one in self.log[start:] if any(one.plan is plan for plan in plans)] or self.log[start:]
         if not made:
-            self.fault("1.1", "the gateway answered, and the engine was not asked")
-            raise Stop
+            raise self.stop("1.1", "the gateway answered, and the engine was not asked")
         try:
             whole = heard.whole if heard.whole is not None else assemble(self.dialect, heard.events)
             answers = read_answers(self.dialect, whole)
             self._signatures |= read_signatures(self.dialect, whole)
         except (Broken, Unsound) as error:
-            self.fault("4.3", f"the stream is not sound: {error}")
-            raise Stop from error
+            raise self.stop("4.3", f"the stream is not sound: {error}") from error
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             rule = "4.3" if streamed else "0.1"
-            self.fault(rule, f"the answer is not in the dialect: {error!r} {brief_json(heard.whole)}")
-            raise Stop from error
+            raise self.stop(rule, f"the answer is not in the dialect: {error!r} {brief_json(heard.whole)}") from error
         if len(answers) != len(plans):
-            self.fault("4.1", f"the agent asked for {len(plans)} answers and got {len(answers)}")
-            raise Stop
+            raise self.stop("4.1", f"the agent asked for {len(plans)} answers and got {len(answers)}")
         for choice, answer in enumerate(answers):
             self.note(f"  -> {brief(answer.message)}")
             left = (
@@ -269,8 +266,7 @@ class Play:
                 rows = await asyncio.to_thread(self.target.rows, self.session)
                 uneven = list(find_uneven(rows))
             except Exception as error:
-                self.fault("0.2", f"the rows cannot be read: {error!r}")
-                raise Stop from error
+                raise self.stop("0.2", f"the rows cannot be read: {error!r}") from error
             if uneven:
                 self._add(uneven)
                 raise Stop

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from tokentrue.conformance.agents.dialects import CHAT
+from tokentrue.conformance.agents.dialects import CHAT, PATHS
 from tokentrue.conformance.levels import CASES, FEWEST_ROWS, LEVELS, ONE_DIALECT
 from tokentrue.conformance.oracle import Severity
 from tokentrue.conformance.play import Bench, Play, Score, Stop
@@ -28,7 +28,7 @@ from tokentrue.records import record
 
 SPECIFICATION = "1.1"
 IMAGES = 9  # the level that needs a model with images
-DIALECTS = ("chat", "responses", "anthropic", "google")
+DIALECTS = tuple(PATHS)
 
 
 @record

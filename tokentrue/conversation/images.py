@@ -17,13 +17,13 @@ _TAKING_ROLES = ("user", "tool")
 
 
 def list_parts(message: Message, *kinds: str) -> list[JsonMapping]:
-    content: Any = message.get("content") if isinstance(message, Mapping) else None
+    content: Any = message.get("content")
     parts: Sequence[Any] = content if isinstance(content, (list, tuple)) else ()
     return [part for part in parts if isinstance(part, Mapping) and part.get("type") in kinds]
 
 
-def has_images(messages: Any) -> bool:
-    return isinstance(messages, Sequence) and any(list_parts(message, SENT) for message in messages)
+def has_images(messages: Messages) -> bool:
+    return any(list_parts(message, SENT) for message in messages)
 
 
 @record

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,11 +20,10 @@ from starlette.routing import Route
 
 from tokentrue.errors import EngineError, InputError, SessionElsewhere
 from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, read_body
-from tokentrue.gateway.auth import check_session_id, hash_key, new_session_key
+from tokentrue.gateway.auth import SESSION_ID, check_session_id, hash_key, new_session_key
 from tokentrue.gateway.dialects.base import decode_body, encode
 from tokentrue.gateway.metrics import CONTENT_TYPE, build_page, engine_families
-from tokentrue.gateway.model_routes import SESSION_ROOT
-from tokentrue.gateway.openapi import AdminOperation, document
+from tokentrue.gateway.model_routes import OPERATIONS, SESSION_ROOT
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.serving.forwarding import count_forwards
 from tokentrue.gateway.sessions import SessionHandle
@@ -32,7 +32,6 @@ from tokentrue.plain_json import convert
 from tokentrue.records import record
 from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
 from tokentrue.sessions.description import describe_record, describe_session
-from tokentrue.sessions.journal import is_postgres
 
 READY_S = 5.0
 LONGEST_DRAIN_S = 600.0
@@ -250,12 +249,11 @@ class AdminRequest:
         return {"status": "ready", "paused": services.admission.paused, "engine": dict(facts)}
 
     async def _check_disk(self) -> None:
-        store = self.services.journal.target
-        path = store.removeprefix("sqlite:")
-        _ = self.services.journal.lease_number  # raises if the database is unreachable
-        if path in ("memory", ":memory:") or is_postgres(store):
+        journal = self.services.journal
+        _ = journal.lease_number  # raises if the database is unreachable
+        if journal.folder is None:
             return
-        free = (await asyncio.to_thread(shutil.disk_usage, Path(path).resolve().parent)).free
+        free = (await asyncio.to_thread(shutil.disk_usage, journal.folder)).free
         if free < self.services.config.limits.free_disk_bytes:
             message = f"the disk of the journal is full: {free} bytes are left (limits.free_disk_bytes)"
             raise HttpError(503, "disk_full", message, retry_after_s=10.0)
@@ -270,7 +268,7 @@ class AdminRequest:
         return Response(build_page(families), headers={"content-type": CONTENT_TYPE})
 
     async def show_document(self) -> JsonObject:
-        return document(ADMIN)
+        return openapi_document()
 
 
 def samples_response(session_id: str, assembly: Assembly, format_: str) -> Response:
@@ -280,6 +278,19 @@ def samples_response(session_id: str, assembly: Assembly, format_: str) -> Respo
     samples, coverage = [sample_to_json(sample) for sample in assembly.samples], coverage_to_json(assembly.coverage)
     content = encode({"session_id": session_id, "samples": samples, "coverage": coverage})
     return Response(content, media_type="application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class AdminOperation:
+    path: str
+    handler: Callable[..., Awaitable[Response | JsonObject]]
+    summary: str
+    method: str = "GET"
+    needs_admin: bool = True
+    body: type[msgspec.Struct] | None = None
+    query: type[msgspec.Struct] | None = None
+    status: int = 200
+    media_type: str = "application/json"
 
 
 IMAGE, KEY = f"{SESSION_ROOT}/images/{{sha256}}", "A new API key for a session; the old one ends"
@@ -335,3 +346,80 @@ class AdminEndpoint:
         if not isinstance(response, Response):
             response = Response(encode(response), status_code=operation.status, media_type="application/json")
         await response(scope, receive, send)
+
+
+# The OpenAPI document, built from the route tables and the structs of bodies.
+SCHEMAS = "#/components/schemas/"
+ERRORS = ("400", "401", "403", "404", "405", "409", "413", "422", "429", "502", "503", "504")
+ERROR: JsonObject = {"description": "refused", "content": {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}}
+EVENTS: JsonObject = {"name": "alt", "in": "query", "required": True, "schema": {"enum": ["sse"]}}
+PATTERNS = {
+    "session_id": f"^{SESSION_ID.pattern}$",
+    "model": "^[A-Za-z0-9._-]+$",
+    "sha256": "^[0-9a-f]{64}$",
+}  # of names in paths
+PAGE: JsonObject = {
+    "summary": "The viewer, a web page; takes the admin key as the password of HTTP Basic, too",
+    "responses": {
+        "200": {"description": "the page", "content": {"text/html": {"schema": {}}}},
+        "307": {"description": "the page is at /view/"},
+        "401": {"description": "send the admin key", "content": {"text/plain": {"schema": {}}}},
+        "403": {"description": "this needs the admin key", "content": {"text/plain": {"schema": {}}}},
+        "405": {"description": "use GET"},
+    },
+}
+
+
+def openapi_document() -> JsonObject:
+    from tokentrue import __version__
+
+    bodies = dict.fromkeys(each.body for each in (*OPERATIONS, *ADMIN) if each.body is not None)
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=SCHEMAS + "{name}")
+    schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
+    paths: dict[str, JsonObject] = {"/view": {"get": PAGE}}
+    for operation in OPERATIONS:
+        streams = operation.does == "generate" and operation.streams is not False
+        kinds = ["application/json", *(["text/event-stream"] if streams else [])]
+        query = [EVENTS] if operation.streams else []
+        for root, who in (("", "the key names the session"), (SESSION_ROOT, "the URL names the session")):
+            path = f"{root}/{operation.versions[0]}/{operation.path.replace(':path}', '}')}"
+            shown = describe_operation(path, f"{operation.summary}; {who}", operation.body, kinds, query)
+            paths[path] = {operation.method.lower(): shown}
+    for each in ADMIN:
+        fields: JsonObject = {}
+        if each.query is not None:
+            fields = msgspec.json.schema(each.query)["$defs"][each.query.__name__]["properties"]
+        query = [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
+        shown = describe_operation(each.path, each.summary, each.body, [each.media_type], query, status=each.status)
+        paths.setdefault(each.path, {})[each.method.lower()] = shown
+    described = "Token-in, token-out model calls for agents."
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "tokentrue gateway", "version": __version__, "description": described},
+        "paths": paths,
+        "components": {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}, "schemas": schemas},
+        "security": [{"bearer": []}],
+    }
+
+
+def describe_operation(
+    path: str,
+    summary: str,
+    body: type[msgspec.Struct] | None,
+    media_types: Iterable[str],
+    query: Iterable[JsonObject],
+    *,
+    status: int = 200,
+) -> JsonObject:
+    good: JsonObject = {"description": summary, "content": {kind: {"schema": {}} for kind in media_types}}
+    described: JsonObject = {"summary": summary, "responses": {str(status): good, **dict.fromkeys(ERRORS, ERROR)}}
+    in_path = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "pattern": PATTERNS[name]}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    if parameters := [*in_path, *query]:
+        described["parameters"] = parameters
+    if body is not None:
+        content = {"application/json": {"schema": {"$ref": SCHEMAS + body.__name__}}}
+        described["requestBody"] = {"required": True, "content": content}
+    return described

@@ -18,9 +18,13 @@ class AdmissionGate:
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
-        self.in_flight = self.waiting = self.queued = 0
+        self.in_flight = self.waiting = 0
         self._queue: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by session; the next one first
         self.closing = False
+
+    @property
+    def queued(self) -> int:
+        return sum(map(len, self._queue.values()))
 
     @property
     def paused(self) -> bool:
@@ -40,7 +44,6 @@ class AdmissionGate:
                 if not admitted.done():  # the client disconnected and its task has not run yet
                     admitted.set_exception(stopping())
         self._queue.clear()
-        self.queued = 0
 
     async def drain(self, timeout_s: float) -> bool:
         try:
@@ -68,21 +71,15 @@ class AdmissionGate:
     def _end(self) -> None:
         self.in_flight -= 1
         while self._queue and self.in_flight < self._limits.in_flight:
-            session_id, waiting = next(iter(self._queue.items()))
+            session_id, waiting = self._queue.popitem(last=False)
             admitted = waiting.popleft()
-            self._leave(session_id, then_last=True)
+            if waiting:
+                self._queue[session_id] = waiting  # the other sessions come first
             if not admitted.done():
                 self._begin()
                 admitted.set_result(None)
         if not self.in_flight:
             self._idle.set()
-
-    def _leave(self, session_id: str, *, then_last: bool = False) -> None:
-        self.queued -= 1
-        if not self._queue[session_id]:
-            del self._queue[session_id]
-        elif then_last:
-            self._queue.move_to_end(session_id)
 
     async def _wait_in_queue(self, session_id: str) -> None:
         if self.closing:
@@ -91,7 +88,6 @@ class AdmissionGate:
             raise full(f"{self.in_flight} generations are in flight and {self.queued} wait; try again")
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.setdefault(session_id, deque()).append(admitted)
-        self.queued += 1
         try:
             async with asyncio.timeout(self._limits.queue_s):
                 await admitted
@@ -100,7 +96,8 @@ class AdmissionGate:
                 self._end()  # admitted just as its client disconnected or its wait timed out
             elif (waiting := self._queue.get(session_id)) and admitted in waiting:
                 waiting.remove(admitted)
-                self._leave(session_id)
+                if not waiting:
+                    del self._queue[session_id]
             if isinstance(error, TimeoutError):
                 raise full(
                     f"{self.in_flight} generations are in flight and none ended within {self._limits.queue_s:g} s "

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import sys
 from collections.abc import Callable
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp
 
 from tokentrue.gateway.admin import admin_routes
-from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, answer_errors
+from tokentrue.gateway.asgi import LOG, HttpError, Receive, Scope, Send, WatchedSend, answer_errors, log_line
 from tokentrue.gateway.auth import ApiKeys
 from tokentrue.gateway.config import GatewayConfig
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat
@@ -30,7 +28,6 @@ from tokentrue.tracing import stop_tracing
 
 LoadPage = Callable[[], ASGIApp]
 CHALLENGE = 'Basic realm="tokentrue: any user name, the admin key as password", charset="UTF-8"'
-LOG = logging.getLogger("tokentrue.gateway")
 PURGE_EVERY_S = 3600.0
 EVICT_EVERY_S = 15.0
 
@@ -68,7 +65,7 @@ class Gateway:
         elif scope["type"] == "http":
             errors = self.services.metrics.errors
             # Of the administrator's routes and unknown paths: `ModelEndpoint` answers errors in its own dialect.
-            await answer_errors(self._route, scope, receive, send, dialect=OpenAIChat, errors=errors)
+            await answer_errors(self._route, scope, receive, WatchedSend(send), dialect=OpenAIChat, errors=errors)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -110,8 +107,7 @@ class Gateway:
         purged = await self.services.journal.purge(older_than_s=self.config.purge_after_s)
         for session_id in purged:
             self.services.sessions.forget(session_id)
-            line = {"event": "purged", "session": session_id, "purge_after_s": self.config.purge_after_s}
-            LOG.info(orjson.dumps(line).decode())
+            log_line("purged", session=session_id, purge_after_s=self.config.purge_after_s)
         return purged
 
     async def close(self) -> None:

@@ -41,6 +41,11 @@ def problem_from(error: BaseException) -> HttpError:
     return HttpError(error.status, error.code, said, field=error.field, retry_after_s=error.retry_after_s)
 
 
+def log_line(event: str, level: int = logging.INFO, **fields: Any) -> None:
+    if LOG.isEnabledFor(level):
+        LOG.log(level, encode({"event": event, **fields}).decode())
+
+
 class ClientGone(Exception):
     pass
 
@@ -121,21 +126,20 @@ async def answer_errors(
     app: Callable[[Scope, Receive, WatchedSend], Awaitable[None]],
     scope: Scope,
     receive: Receive,
-    send: Send,
+    send: WatchedSend,
     *,
     dialect: type[Dialect],
     errors: Any,
 ) -> None:
     """Turns exceptions into a reply in the dialect, or into the last event of a started stream."""
-    watched = send if isinstance(send, WatchedSend) else WatchedSend(send)
     try:
-        await app(scope, receive, watched)
+        await app(scope, receive, send)
         return
     except ClientGone:
         errors.labels(dialect.name, "client_gone").inc()
         return
     except asyncio.CancelledError:  # the server is stopping and the grace period is over
-        if watched.status:
+        if send.status:
             return
         problem = HttpError(503, "shutting_down", "the gateway is stopping; send this again", retry_after_s=1.0)
     except Exception as error:
@@ -146,12 +150,12 @@ async def answer_errors(
             LOG.error("%s", error)
     errors.labels(dialect.name, problem.code).inc()
     stream: EventStream | None = scope.get(STREAM)
-    if not watched.status:
+    if not send.status:
         # SDKs retry 409 and 429 by themselves: a conflict is permanent, a full queue is not.
         headers: RawHeaders = [(b"x-should-retry", b"false")] if problem.status == 409 else []
         if problem.retry_after_s is not None:
             headers = [(b"retry-after", b"%d" % max(1, round(problem.retry_after_s)))]
-        await send_json(watched, problem.status, dialect.build_error(problem), *headers)
+        await send_json(send, problem.status, dialect.build_error(problem), *headers)
     elif stream is not None and not stream.ended:
         await stream.end(problem)
 

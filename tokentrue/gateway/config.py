@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal
-
-import msgspec
+from typing import Literal
 
 from tokentrue.images import ImageSettings
 from tokentrue.records import record
 from tokentrue.sessions.requests import SessionLimits as SessionLimits
-
-Count = Annotated[int, msgspec.Meta(gt=0)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+from tokentrue.types import AtLeastOne, Count, Positive
 
 
 @record
@@ -20,26 +16,26 @@ class GatewayLimits:
     """Beyond a size: 413; beyond a number or a sum in flight: 429 with Retry-After; beyond a time: a closed
     connection or 504."""
 
-    body_bytes: Count = 64 << 20
-    bodies_bytes: Count = 512 << 20  # of all requests being read by one process
-    head_bytes: Count = 256 << 10
-    messages: Count = 20_000
-    in_flight: Count = 1024
-    in_flight_per_session: Count = 64
-    queue: Annotated[int, msgspec.Meta(ge=0)] = 1024
-    queue_s: Seconds = 10.0
-    connections: Count = 4096
-    message_caches_bytes: Count = 512 << 20  # of conversations; `session_limits.conversation_bytes` per session
-    live_sessions: Count = 4096
-    live_sessions_bytes: Count = 2 << 30
-    idle_session_s: Seconds = 3600.0
-    session_age_s: Seconds = 14 * 86400.0
-    free_disk_bytes: Count = 64 << 20  # with less free space for the journal, /ready returns 503
-    head_s: Seconds = 30.0
-    body_s: Seconds = 300.0
-    write_s: Seconds = 60.0
-    turn_s: Seconds = 3600.0
-    render_s: Seconds = 10.0  # one rendering of the chat template; beyond it `serve` kills and restarts the process
+    body_bytes: AtLeastOne = 64 << 20
+    bodies_bytes: AtLeastOne = 512 << 20  # of all requests being read by one process
+    head_bytes: AtLeastOne = 256 << 10
+    messages: AtLeastOne = 20_000
+    in_flight: AtLeastOne = 1024
+    in_flight_per_session: AtLeastOne = 64
+    queue: Count = 1024
+    queue_s: Positive = 10.0
+    connections: AtLeastOne = 4096
+    message_caches_bytes: AtLeastOne = 512 << 20  # of conversations; `session_limits.conversation_bytes` per session
+    live_sessions: AtLeastOne = 4096
+    live_sessions_bytes: AtLeastOne = 2 << 30
+    idle_session_s: Positive = 3600.0
+    session_age_s: Positive = 14 * 86400.0
+    free_disk_bytes: AtLeastOne = 64 << 20  # with less free space for the journal, /ready returns 503
+    head_s: Positive = 30.0
+    body_s: Positive = 300.0
+    write_s: Positive = 60.0
+    turn_s: Positive = 3600.0
+    render_s: Positive = 10.0  # one rendering of the chat template; beyond it `serve` kills and restarts the process
 
 
 @record

@@ -4,16 +4,14 @@ before bodies are read; no reply and no last event before the turn is durable; e
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import parse_qsl
 
 import msgspec
-import orjson
 from starlette.routing import Route
 
 from tokentrue.errors import EngineTimeout, MessageError, SessionElsewhere
@@ -28,6 +26,7 @@ from tokentrue.gateway.asgi import (
     WatchedSend,
     answer_errors,
     cancel_on_disconnect,
+    log_line,
     problem_from,
     send_json,
 )
@@ -47,7 +46,6 @@ from tokentrue.tracing import annotate, is_traced, trace_request
 from tokentrue.turn import Session
 from tokentrue.types import Reply, TurnRequest
 
-LOG = logging.getLogger("tokentrue.gateway")
 SESSION_ROOT = "/sessions/{session_id}"
 
 
@@ -101,12 +99,11 @@ class ModelEndpoint:
     def __init__(self, operation: Operation, services: Services) -> None:
         self._operation, self._services, self._dialect = operation, services, operation.dialect
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watched, errors = WatchedSend(send), self._services.metrics.errors
-        name = f"{scope['method']} {self._dialect.name}"
+    async def __call__(self, scope: Scope, receive: Receive, send: WatchedSend) -> None:
+        name, errors = f"{scope['method']} {self._dialect.name}", self._services.metrics.errors
         with trace_request(name, scope["headers"]) if is_traced() else nullcontext():
-            await answer_errors(self._serve, scope, receive, watched, dialect=self._dialect, errors=errors)
-            annotate(status=watched.status)
+            await answer_errors(self._serve, scope, receive, send, dialect=self._dialect, errors=errors)
+            annotate(status=send.status)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         operation, services, in_path = self._operation, self._services, scope["path_params"]
@@ -271,11 +268,6 @@ class ModelRequest:
             total_ms=round((time.perf_counter() - self._clock.started) * 1000, 3),
             engine_ms=round(self._clock.engine_s * 1000, 3),
         )
-
-
-def log_line(event: str, **fields: Any) -> None:
-    if LOG.isEnabledFor(logging.INFO):
-        LOG.info(orjson.dumps({"event": event, **fields}).decode())
 
 
 def list_models(names: Sequence[str]) -> JsonObject:

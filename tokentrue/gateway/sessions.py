@@ -16,8 +16,6 @@ from functools import lru_cache
 from itertools import count
 from typing import cast
 
-import orjson
-
 from tokentrue.conversation import ByteBudget, Conversation
 from tokentrue.conversation.match_keys import count_system, read_role
 from tokentrue.errors import (
@@ -30,7 +28,7 @@ from tokentrue.errors import (
     SessionNotFound,
     TemplateError,
 )
-from tokentrue.gateway.asgi import HttpError, Scope, read_header
+from tokentrue.gateway.asgi import HttpError, Scope, log_line, read_header
 from tokentrue.gateway.config import GatewayLimits
 from tokentrue.gateway.dialects.anthropic import Anthropic
 from tokentrue.gateway.dialects.base import DecodedBody, Dialect, RequestHead, function_tool
@@ -46,7 +44,6 @@ from tokentrue.sessions.requests import SessionLimits
 from tokentrue.turn import Session
 from tokentrue.types import Coverage, Message, Refusal
 
-LOG = logging.getLogger("tokentrue.gateway")
 NewSession = Callable[[str], Session]
 REMEMBERED_BODIES = 256
 TOKEN_BYTES = 48  # estimate per recorded token: id, log-probability, share of text and spans
@@ -141,7 +138,7 @@ class SessionHandle:
         if any(one.seq < node.started and not tree.followers.get(one.id) for one in tree.answers_like(node)):
             self._has_warned = True
             said = "one prompt was sent twice, its first answer is not trained; ask with n, or open a session for each"
-            LOG.warning(orjson.dumps({"event": "retried", "session": self.session.id, "message": said}).decode())
+            log_line("retried", logging.WARNING, session=self.session.id, message=said)
 
     # State.
     @contextmanager

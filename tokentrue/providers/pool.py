@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from tokentrue.errors import (
     ConfigError,
@@ -52,7 +52,7 @@ class Pool(Streaming):
     def __init__(self, replicas: Sequence[Provider]) -> None:
         if not replicas:
             raise ConfigError("a pool needs at least one engine")
-        self._replicas = list(replicas)
+        self._replicas, self.name = list(replicas), replicas[0].name
         self._adapting = [replica for replica in replicas if isinstance(replica, Adapting)]
         self._down: set[int] = set()  # failed replicas; each gets the weights again before it is used
         self._restoring = asyncio.Lock()
@@ -60,10 +60,6 @@ class Pool(Streaming):
         self._not_paused = asyncio.Event()
         self._not_paused.set()
         self._checker: asyncio.Task[None] | None = None
-
-    @property
-    def name(self) -> str:
-        return self._replicas[0].name
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
@@ -108,7 +104,7 @@ class Pool(Streaming):
     ) -> AsyncIterator[Chunk]:
         generation = _Generation(TokenIds(prompt_ids), sampling)
         failures, give_up = 0, time.monotonic() + GIVE_UP_S
-        while generation.rest is not None:
+        while not generation.is_over:
             await self._not_paused.wait()
             index = self._choose(session)
             got, final = list[Chunk](), None
@@ -130,7 +126,7 @@ class Pool(Streaming):
                 generation.add_broken(got)
                 failures += 1
                 most = len(self._replicas) + (RESUMPTIONS if generation.done else 0)
-                if generation.rest is not None and (failures >= most or time.monotonic() > give_up):
+                if not generation.is_over and (failures >= most or time.monotonic() > give_up):
                     raise
                 continue
             if final is None:
@@ -252,28 +248,31 @@ class Pool(Streaming):
 
 
 class _Generation:
-    """`done`: the pieces so far. `ids`, `rest`: prompt and settings for the remainder; `rest` is None when it is
-    over. `end`: the finish of one that broke off right at a stop token or its token limit."""
+    """`done`: the pieces so far. `ids`, `rest`: prompt and settings for the remainder. `end`: the finish of one that
+    broke off right at a stop token or its token limit."""
+
+    is_over = False
 
     def __init__(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
         self._prompt_ids, self._sampling = prompt_ids, sampling
-        self.ids, self.rest = prompt_ids, cast("Sampling | None", sampling)
+        self.ids, self.rest = prompt_ids, sampling
         self.done: list[Completion] = []
         self.end: Finish | None = None
 
     def add(self, piece: Completion, *, is_over: bool = False) -> None:
         self.done.append(piece)
         if is_over:
-            self.rest = None
+            self.is_over = True
             return
         self.ids = TokenIds.concat([self.ids, piece.token_ids])
         sampling, sampled = self._sampling, len(self.ids) - len(self._prompt_ids)
-        left = None if sampling.max_tokens is None else sampling.max_tokens - sampled
-        self.rest = replace(sampling, max_tokens=left) if left is None or left > 0 else None
-        if self.rest is None:
-            self.end = Finish.LENGTH
         if sampled and self.ids[-1] in sampling.stop_token_ids and not sampling.extra.get("ignore_eos"):
-            self.rest, self.end = None, Finish.STOP  # only the engine's final event was lost
+            self.end = Finish.STOP  # only the engine's final event was lost
+        elif sampling.max_tokens is not None and sampling.max_tokens <= sampled:
+            self.end = Finish.LENGTH
+        elif sampling.max_tokens is not None:
+            self.rest = replace(sampling, max_tokens=sampling.max_tokens - sampled)
+        self.is_over = self.end is not None
 
     def add_broken(self, chunks: Sequence[Chunk]) -> None:
         """The tokens of a stream that failed."""

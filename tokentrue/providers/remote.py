@@ -209,7 +209,7 @@ def _refusal(where: str, status: int, words: str) -> EngineError:
     return EngineUnreachable(said) if status in RETRIED_STATUS else rejected(said)
 
 
-# ---- responses -------------------------------------------------------------------------------------------------------
+# Responses.
 class EngineFault(msgspec.Struct):
     """Of both engines; some versions send plain text instead."""
 
@@ -270,7 +270,7 @@ async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenId
         return None
 
 
-# ---- published weights, in a directory that the server sees ----------------------------------------------------------
+# Published weights, in a directory that the server sees.
 #     ROOT/version-000007/model.safetensors      every name, no index; tied heads written out
 # There is no index because an engine would load the shards of the first checkpoint that it names. A tied head is
 # written as a separate tensor: an engine that holds it apart from the embedding would keep the old one.
@@ -321,7 +321,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-# ---- common base of the adapters -------------------------------------------------------------------------------------
+# The common base of the adapters.
 class Answer(Protocol):
     builder: CompletionBuilder
 
@@ -361,7 +361,6 @@ class RemoteEngine(Streaming):
     """`weights_dir` is shared with the server. `adapter` names the LoRA adapter of requests that name none."""
 
     name: str
-    bans_tokens = True  # takes extra["logit_bias"]
     adapter_routes = ""  # before /load_lora_adapter
 
     def __init__(
@@ -387,10 +386,14 @@ class RemoteEngine(Streaming):
         self._written: WrittenWeights | None = None
         self._published: WrittenWeights | None = None
 
+    @property
+    def bans_tokens(self) -> bool:
+        return True
+
     async def close(self) -> None:
         await self._http.close()
 
-    # ---- what an adapter writes
+    # What an adapter writes.
     @abstractmethod
     async def _prepare(self, sampling: Sampling) -> None:
         """Raises if the engine cannot sample so, or not truthfully."""
@@ -424,7 +427,7 @@ class RemoteEngine(Streaming):
     @abstractmethod
     async def _info(self) -> WeightInfo: ...
 
-    # ---- generations
+    # Generations.
     async def stream(
         self,
         prompt_ids: Ids,
@@ -489,7 +492,7 @@ class RemoteEngine(Streaming):
             await asyncio.sleep(ABORT_RETRY_S if self._running else 0)
         return running
 
-    # ---- weights
+    # Weights.
     async def publish(self, weights: NamedWeights, *, version: int) -> None:
         """Works during generations, too."""
         root, keep = self._publishing_root(), () if self._published is None else (self._published.directory,)
@@ -589,7 +592,7 @@ class RemoteEngine(Streaming):
         return await self._http.read("POST", path, body or {}, retry=False)
 
 
-# ---- settings of a request -------------------------------------------------------------------------------------------
+# Settings of a request.
 def common_params(
     sampling: Sampling,
     *,
@@ -625,13 +628,14 @@ def common_params(
         params |= tag(dump_settings(wanted).decode())
     elif given == ["response_format"]:
         wanted = _object(extra["response_format"])
-        asked = _object(wanted.get("json_schema")).get("schema")
-        if wanted.get("type") != "json_object" and (
-            wanted.get("type") != "json_schema" or not isinstance(asked, Mapping)
-        ):
+        declared = _object(wanted.get("json_schema")).get("schema")
+        if wanted.get("type") == "json_object":
+            params |= schema(None)
+        elif wanted.get("type") == "json_schema" and isinstance(declared, Mapping):
+            params |= schema(_object(cast("object", declared)))
+        else:
             rule = "must be of type json_object, or json_schema with a json_schema.schema"
             raise SamplingError(f"response_format: {rule}")
-        params |= schema(None if wanted["type"] == "json_object" else _object(asked))
     return params
 
 

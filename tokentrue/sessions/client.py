@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from tokentrue.errors import InputError, SamplingError
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, is_array, is_object
 from tokentrue.sessions.requests import constraints_from
 from tokentrue.sessions.stages.generation import chat_finish_reason, chat_usage
 from tokentrue.types import PENALTIES, TRUNCATIONS, Messages, Reply, Sampling, Tools, TurnEvent, TurnRequest
@@ -38,23 +38,19 @@ class Fields(SimpleNamespace):
         return self.__dict__.get(name, default)
 
     def model_dump(self, *, exclude_none: bool = False, **_: Any) -> JsonObject:
-        return cast("JsonObject", _plain(self, exclude_none))
+        return _plain(self, exclude_none)
 
 
 def _plain(value: Any, exclude_none: bool) -> Any:
     if isinstance(value, Fields):
         return {k: _plain(v, exclude_none) for k, v in value.__dict__.items() if not (exclude_none and v is None)}
-    if isinstance(value, list):
-        return [_plain(item, exclude_none) for item in cast("list[Any]", value)]
-    return value
+    return [_plain(item, exclude_none) for item in value] if is_array(value) else value
 
 
 def _fields(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return Fields(**{str(k): _fields(v) for k, v in cast("Mapping[Any, Any]", value).items()})
-    if isinstance(value, (list, tuple)):
-        return [_fields(item) for item in cast("list[Any]", value)]
-    return value
+    if is_object(value):
+        return Fields(**{name: _fields(item) for name, item in value.items()})
+    return [_fields(item) for item in value] if is_array(value) else value
 
 
 class InProcessClient:
@@ -81,7 +77,7 @@ class InProcessClient:
 
 
 def _request(body: JsonMapping) -> TurnRequest:
-    sent = {**body, "extra_body": None, **cast("JsonMapping", body.get("extra_body") or {})}
+    sent: JsonObject = {**body, "extra_body": None, **(body.get("extra_body") or {})}
     given: JsonObject = {name: value for name, value in sent.items() if value is not None and name not in _IGNORED}
     sampling = {name: given.pop(name) for name in _SAMPLING & set(given)}
     limits = {given.pop(name) for name in ("max_completion_tokens", "max_tokens") if name in given}

@@ -15,7 +15,7 @@ system prompt), and they become references."""
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -107,7 +107,7 @@ class Matcher:
         if found is None:
             given = tuple(conversation)
             key = turn_key(None, given, conversation.tools)
-            return self._build(None, given, key, lambda: self._classify_root(conversation))
+            return self._build(None, given, key, self._classify_root(conversation))
         tail = search.build_tail(found)
         node, elsewhere = found.node, found.elsewhere
         if not found.same_tools:
@@ -119,7 +119,7 @@ class Matcher:
             node,
             tail,
             turn_key(node, tail, conversation.tools),
-            lambda: self._classify_edge(node.id, tail),
+            self._classify_edge(node.id, tail),
             projection=format_changes(tuple(sorted(changes)), ambiguous=any(part.ambiguous for part in parts)),
             origin=None if elsewhere is None else elsewhere.node,
         )
@@ -142,44 +142,38 @@ class Matcher:
         given = tuple(conversation[depth:])
         key = turn_key(node, given, conversation.tools, added)
         first = "new_conversation" if len(self.tree) or self.pending else "first"
-        return self._build(
-            node,
-            given,
-            key,
-            lambda: (first, "") if node is None else self._classify_edge(node.id, given),
-            projection=TOKEN_IDS,
-        )
+        edge = (first, "") if node is None else self._classify_edge(node.id, given)
+        return self._build(node, given, key, edge, projection=TOKEN_IDS)
 
     def root_after(
         self, node: Node, tail: Sequence[Given], tools: Tools | None, *, edge_reason: str, detail: str
     ) -> Resolution:
         given = (*self.tree.conversation(node), *tail)
-        return self._build(None, given, turn_key(None, given, tools), lambda: (edge_reason, detail), origin=node)
+        return self._build(None, given, turn_key(None, given, tools), (edge_reason, detail), origin=node)
 
     def _build(
         self,
         parent: Node | None,
         given: tuple[Given, ...],
         key: TurnKey,
-        classify: Callable[[], tuple[str | None, str]],
+        edge: tuple[str | None, str],
         *,
         projection: str = "root",
         origin: Node | None = None,
     ) -> Resolution:
+        """`edge`: its reason and detail, unless this very turn was asked before."""
         if key in self.pending:
-            edge_reason, detail = "parallel", "another request for this turn was in flight"
+            edge = "parallel", "another request for this turn was in flight"
         elif answers := self.tree.answers.get(key):
-            edge_reason, detail = "retry", f"turn asked again after node {answers[-1].id}"
-        else:
-            edge_reason, detail = classify()
+            edge = "retry", f"turn asked again after node {answers[-1].id}"
         return Resolution(
             parent=parent,
             given=given,
             turn_key=key,
             started=self.tree.committed_seq,
             projection=projection,
-            edge_reason=edge_reason,
-            detail=detail,
+            edge_reason=edge[0],
+            detail=edge[1],
             origin=origin,
         )
 
@@ -374,7 +368,7 @@ class _Search:
         return await self._renders_equal(node, recorded[:-1], now[:-1], node.tools)
 
     async def _renders_equal(self, node: Node, recorded: Messages, now: Messages, tools: Tools | None) -> bool:
-        render, kwargs = self._matcher.renderer.render, dict(node.template_kwargs) or None
+        render, kwargs = self._matcher.renderer.render, node.template_kwargs
 
         def compare() -> bool:
             try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from tokentrue.conformance.agents.messages import Call, Message, Tool, arguments_from, object_from
+from tokentrue.records import record
 
 Json = dict[str, Any]
 CHAT, RESPONSES, ANTHROPIC, GOOGLE = "chat", "responses", "anthropic", "google"
@@ -25,7 +26,7 @@ GOOGLE_FIELDS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Wire:
     """How a harness writes what it sends; none of it changes the conversation. `signatures` were served with
     reasoning."""
@@ -212,7 +213,7 @@ def google_parts(message: Message, names: Mapping[str, str], wire: Wire) -> list
 # Answers.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Answer:
     """`finish` is the dialect's word (`FINISHES`)."""
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from tokentrue.json_types import JsonObject
+from tokentrue.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Call:
     """`partial`: a custom tool's input was served, and the model may have written more. `custom`: it is sent back as
     such an input."""
@@ -24,7 +25,7 @@ class Call:
     custom: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Message:
     """`answers` is the call id of a tool result. Only what was `served` by the gateway may come back with losses.
     `images` are PNG files, which follow the text."""
@@ -39,7 +40,7 @@ class Message:
     images: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Tool:
     name: str
     description: str
@@ -49,7 +50,7 @@ class Tool:
         return {"name": self.name, "description": self.description, "parameters": self.parameters}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Losses:
     """Of the conversation itself; `Wire` has those of how it is written. `arguments` writes a call's JSON another way,
     `whitespace` a text."""

@@ -11,9 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from tokentrue.conformance.agents.dialects import CHAT, GOOGLE, RESPONSES
-
-Json = dict[str, Any]
+from tokentrue.conformance.agents.dialects import CHAT, GOOGLE, RESPONSES, Json
 
 
 @dataclass(slots=True, kw_only=True)

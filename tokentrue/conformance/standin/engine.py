@@ -22,10 +22,6 @@ from tokentrue.conformance.standin.vocabulary import Vocabulary
 from tokentrue.conformance.standin.wires import MODEL, ROUTES, EngineWire
 
 
-def new_stream() -> web.StreamResponse:
-    return web.StreamResponse(headers={"content-type": "text/event-stream"})
-
-
 @dataclass(slots=True, kw_only=True)
 class Exchange:
     """One request that is being answered."""
@@ -33,7 +29,9 @@ class Exchange:
     request: web.Request
     wire: EngineWire
     generation: Generation
-    response: web.StreamResponse = field(default_factory=new_stream)
+    response: web.StreamResponse = field(
+        default_factory=lambda: web.StreamResponse(headers={"content-type": "text/event-stream"})
+    )
 
     def answer(self, count: int, *, new: int, ended: bool = True) -> Any:
         finish = self.generation.finish if ended else None

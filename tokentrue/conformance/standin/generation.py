@@ -11,9 +11,10 @@ from itertools import groupby
 from typing import Any, ClassVar
 
 from tokentrue.conformance.standin.vocabulary import ImagePlace, Vocabulary
+from tokentrue.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Output:
     """`expected` is what a client must be shown: (reasoning, text, calls as (name, arguments)); None where that is the
     parser's to say."""
@@ -37,7 +38,7 @@ class Plan:
     hold: asyncio.Event | None = None  # the tokens before `after` are out; the rest waits for this
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Finished:
     """`reason` is stop or length; `matched` is the token or the string that stopped it."""
 
@@ -45,7 +46,7 @@ class Finished:
     matched: int | str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class EngineRequest:
     """What every route asks for. `prompt` has one placeholder for each image."""
 

@@ -66,21 +66,9 @@ class Vocabulary:
     def text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def normal(self, text: str) -> str:
-        """Text as this tokenizer gives it back: some compose accents."""
-        normalizer = self._tokenizer.normalizer
-        return text if normalizer is None else normalizer.normalize_str(text)
-
     def encode(self, text: str) -> list[int]:
         """Marker literals become marker tokens, as a model samples them."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def spell(self, text: str) -> list[int]:
-        """Marker literals stay plain text: encoded in two halves, so that no marker token is found."""
-        out: list[int] = []
-        for at in range(0, len(text), 3):
-            out += self.encode(text[at : at + 3])
-        return out
 
     def split(self, ids: Sequence[int], rng: random.Random, share: float) -> list[int]:
         """The same bytes in other ids: some tokens are cut in two at any byte, also inside a character."""

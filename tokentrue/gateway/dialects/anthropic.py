@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, cast
+from typing import Annotated
 
 import msgspec
 
@@ -37,7 +37,7 @@ from tokentrue.gateway.dialects.base import (
     system_message,
     user_and_tool_messages,
 )
-from tokentrue.json_types import JsonObject, JsonValue
+from tokentrue.json_types import JsonObject, JsonValue, is_object
 from tokentrue.plain_json import convert, echo
 from tokentrue.sessions.requests import constraints_from
 from tokentrue.sessions.stages.generation import deltas_from_message
@@ -348,7 +348,7 @@ def leading_from(system: str | list[JsonValue] | None) -> tuple[Message, ...]:
 
 
 def has_billing(block: JsonValue) -> bool:
-    return isinstance(block, dict) and str(cast("JsonObject", block).get("text")).startswith(BILLING)
+    return is_object(block) and str(block.get("text")).startswith(BILLING)
 
 
 def read_tools(given: CountBody) -> tuple[JsonObject, tuple[JsonObject, ...] | None]:

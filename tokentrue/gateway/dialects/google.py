@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -39,7 +39,7 @@ from tokentrue.gateway.dialects.base import (
     system_message,
     user_and_tool_messages,
 )
-from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_array, is_object
 from tokentrue.plain_json import convert, echo, join_path
 from tokentrue.sessions.requests import constraints_from
 from tokentrue.sessions.stages.generation import count_sampled, deltas_from_message
@@ -384,12 +384,12 @@ def camel_case(name: str) -> str:
 
 
 def camel_keys(value: JsonValue, path: str) -> JsonValue:
-    if isinstance(value, list):
-        return [camel_keys(item, f"{path}[{index}]") for index, item in enumerate(cast("list[JsonValue]", value))]
-    if not isinstance(value, dict):
+    if is_array(value):
+        return [camel_keys(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    if not is_object(value):
         return value
     out: JsonObject = {}
-    for name, item in cast("JsonObject", value).items():
+    for name, item in value.items():
         camel = camel_case(name)
         if camel in out:
             raise MessageError(f"is given twice, as {camel} and in snake_case", field=join_path(path, name))
@@ -532,8 +532,8 @@ def json_schema_from_openapi(value: JsonValue, where: str) -> JsonObject:
             out["type"] = [str(item).lower(), "null"] if schema.get("nullable") is True else str(item).lower()
         elif name == "items":
             out[name] = json_schema_from_openapi(item, at)
-        elif name in ("anyOf", "prefixItems") and isinstance(item, list):
-            out[name] = [json_schema_from_openapi(one, at) for one in cast("list[JsonValue]", item)]
+        elif name in ("anyOf", "prefixItems") and is_array(item):
+            out[name] = [json_schema_from_openapi(one, at) for one in item]
         elif name in ("properties", "defs", "$defs"):
             out[name] = {
                 key: json_schema_from_openapi(one, f"{at}.{key}") for key, one in require_object(item, at).items()

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal
 
 import msgspec
 import orjson
@@ -41,7 +41,7 @@ from tokentrue.gateway.dialects.base import (
 )
 from tokentrue.gateway.dialects.openai_chat import OpenAIChat, reply_logprobs
 from tokentrue.gateway.dialects.signing import ReasoningSigner
-from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_array
 from tokentrue.plain_json import convert, echo
 from tokentrue.sessions.requests import constraints_from
 from tokentrue.sessions.stages.generation import deltas_from_message
@@ -556,7 +556,7 @@ def flatten_namespaces(tools: Sequence[JsonObject]) -> Iterator[tuple[str, str |
             yield where, None, tool
             continue
         name, inner_tools = tool.get("name"), tool.get("tools")
-        if not isinstance(name, str) or not isinstance(inner_tools, list):
+        if not isinstance(name, str) or not is_array(inner_tools):
             raise MessageError("a namespace needs a name and a list of tools", field=where)
-        for place, inner in enumerate(cast("list[JsonValue]", inner_tools)):
-            yield f"{where}.tools[{place}]", name, cast("JsonObject", inner) if isinstance(inner, dict) else {}
+        for place, inner in enumerate(inner_tools):
+            yield f"{where}.tools[{place}]", name, inner if isinstance(inner, dict) else {}

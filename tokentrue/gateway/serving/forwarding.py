@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -13,14 +12,13 @@ import aiohttp
 from yarl import URL
 
 from tokentrue.errors import SessionElsewhere
-from tokentrue.gateway.asgi import ClientGone, HttpError, Receive, Scope, Send, cancel_on_disconnect, read_header
+from tokentrue.gateway.asgi import LOG, ClientGone, HttpError, Receive, Scope, Send, cancel_on_disconnect, read_header
 
 FORWARDED = b"x-tokentrue-forwarded"  # how often a request has been forwarded
 MOST_FORWARDS = 3  # to the worker that owns it, to the gateway that owns it, to its worker there
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer", b"expect", FORWARDED}
 ASK_S = 5.0
 UNIX = "unix:"
-LOG = logging.getLogger("tokentrue.gateway")
 
 
 def find_owner(session_id: str, workers: int) -> int:
@@ -91,20 +89,19 @@ class Peers:
     async def ask_workers(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> list[bytes | None]:
-        others = [UNIX + socket for number, socket in enumerate(self._sockets) if number != self._me]
-        return list(await asyncio.gather(*(self._ask(url, method, path, body, headers) for url in others)))
-
-    async def _ask(
-        self, url: str, method: str, path: str, body: bytes, headers: Mapping[str, str] | None
-    ) -> bytes | None:
-        client, base = self._connect(url)
         timeout = aiohttp.ClientTimeout(total=None if method == "POST" else ASK_S)
         marked = {**(headers or {}), FORWARDED.decode(): "1"}
-        try:
-            async with client.request(method, base + path, data=body, headers=marked, timeout=timeout) as response:
-                return await response.read() if response.status < 400 else None
-        except (aiohttp.ClientError, TimeoutError):
-            return None
+
+        async def ask(socket: str) -> bytes | None:
+            client, base = self._connect(UNIX + socket)
+            try:
+                async with client.request(method, base + path, data=body, headers=marked, timeout=timeout) as response:
+                    return await response.read() if response.status < 400 else None
+            except (aiohttp.ClientError, TimeoutError):
+                return None
+
+        others = [socket for number, socket in enumerate(self._sockets) if number != self._me]
+        return list(await asyncio.gather(*map(ask, others)))
 
     async def close(self) -> None:
         for client in self._clients.values():

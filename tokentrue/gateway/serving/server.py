@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from tokentrue.errors import ConfigError
 from tokentrue.gateway.app import Gateway
+from tokentrue.gateway.asgi import LOG
 from tokentrue.gateway.auth import is_weak_key
 from tokentrue.gateway.config import GatewayLimits
 
@@ -73,13 +74,12 @@ def find_url(host: str, bound: socket.socket) -> str:
 
 def log_to_stderr(*, enabled: bool) -> None:
     """One JSON line per turn, and warnings; never a key or conversation text."""
-    logger = logging.getLogger("tokentrue.gateway")
-    logger.setLevel(logging.INFO if enabled else logging.WARNING)
-    logger.propagate = False
-    if not logger.handlers:
+    LOG.setLevel(logging.INFO if enabled else logging.WARNING)
+    LOG.propagate = False
+    if not LOG.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(JsonLines())
-        logger.addHandler(handler)
+        LOG.addHandler(handler)
 
 
 class JsonLines(logging.Formatter):

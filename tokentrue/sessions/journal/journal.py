@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
@@ -27,12 +28,13 @@ from tokentrue.sessions.journal.rows import (
     RECORD,
     Row,
     SessionRecord,
+    damaged,
     node_from_row,
     record_from_values,
     row_digest,
     values_from_record,
 )
-from tokentrue.sessions.journal.sqlite import NODE_COLUMNS, RESTORE, SqliteFile, StoreLock, WorkerLock
+from tokentrue.sessions.journal.sqlite import NODE_COLUMNS, SqliteFile, StoreLock, WorkerLock
 from tokentrue.sessions.tree import Tree
 
 T = TypeVar("T")
@@ -68,6 +70,7 @@ class Journal:
     `read_only=True` needs no lock; `check=False` skips `quick_check`, which reads the whole file."""
 
     _has_fencing = False  # a write with an older fencing token fails
+    folder: Path | None = None  # on whose disk it is, if this machine has it
 
     def __init__(
         self,
@@ -80,21 +83,18 @@ class Journal:
     ) -> None:
         self.target = str(target)
         file = SqliteFile(self.target, synchronous=synchronous, read_only=read_only)
+        self.folder = None if file.in_memory else Path(file.path).resolve().parent
         self._lock: StoreLock | WorkerLock | None = None
         if not (read_only or file.in_memory):
             self._lock = StoreLock(file.path) if lock else WorkerLock(file.path)
-        connection: sqlite3.Connection | None = None
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self._release_lock)
             file.create()
-            connection = file.connect()
+            connection = on_error.enter_context(closing(file.connect()))
             if check and not file.in_memory:
                 file.check(connection)
             self._start(connection, None if file.in_memory else file.connect(), read_only=read_only)
-        except BaseException:
-            if connection is not None:
-                connection.close()
-            self._release_lock()
-            raise
+            on_error.pop_all()
 
     def _start(self, connection: Database, reader: Database | None, *, read_only: bool) -> None:
         self._read_only, self._closed = read_only, False
@@ -240,9 +240,9 @@ class Journal:
     async def delete(self, session_id: str) -> None:
         await self.write(lambda db: self._delete_sessions(db, [session_id]))
 
-    async def purge(self, *, older_than_s: float, now: float | None = None) -> list[str]:
+    async def purge(self, *, older_than_s: float) -> list[str]:
         """Deletes sessions by age since their end; returns their ids."""
-        limit = (time.time() if now is None else now) - older_than_s
+        limit = time.time() - older_than_s
 
         def write(db: Database) -> list[str]:
             ended = db.execute("SELECT id FROM sessions WHERE state = 'ended' AND ended < ?", (limit,))
@@ -276,7 +276,7 @@ class Journal:
         if found is None:
             raise SessionNotFound(f"no image {sha256!r} in session {session_id!r}")
         if hash_image(found[0]) != sha256:
-            raise JournalError(f"the journal is damaged: image {sha256} does not fit its hash; {RESTORE}")
+            raise damaged(f"image {sha256} does not fit its hash")
         return bytes(found[0]), found[1]
 
     def count_image_bytes(self, session_id: str) -> int:
@@ -327,9 +327,7 @@ class Journal:
         found = self.read(lambda db: db.execute(sql, (session_id,)).fetchall())
         rows = [values for values in found if values[1] is not None]
         if found and found[0][0] != len(rows):
-            raise JournalError(
-                f"the journal is damaged: session {session_id!r} has {len(rows)} nodes of {found[0][0]}; {RESTORE}"
-            )
+            raise damaged(f"session {session_id!r} has {len(rows)} nodes of {found[0][0]}")
         return [_row_from_values(session_id, values[1:]) for values in rows]
 
 
@@ -343,9 +341,7 @@ def load_record(db: Database, session_id: str) -> SessionRecord:
 def _row_from_values(session_id: str, values: Sequence[Any]) -> Row:
     *columns, digest = values
     if digest != row_digest((session_id, *columns)):
-        raise JournalError(
-            f"the journal is damaged: node {columns[0]!r} of session {session_id!r} does not fit its digest; {RESTORE}"
-        )
+        raise damaged(f"node {columns[0]!r} of session {session_id!r} does not fit its digest")
     return Row(*columns)
 
 

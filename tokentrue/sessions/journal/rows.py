@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field, fields
 from hashlib import sha256
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from tokentrue.errors import (
     EngineContractError,
@@ -99,7 +99,7 @@ def row_from_node(node: Node, parent: Node | None) -> Row:
 
 def node_from_row(row: Row, parent: Node | None, prompt_digest: bytes | None = None) -> Node:
     try:
-        return _node_from_body(row, cast("JsonObject", loads(row.body)), parent, prompt_digest)
+        return _node_from_body(row, loads(row.body), parent, prompt_digest)
     except (ValueError, KeyError, TypeError, TokenContractError) as error:
         raise JournalError(f"node {row.id} cannot be read back: {error!r}") from error
 
@@ -159,7 +159,7 @@ def pack_replay(routing: RoutedExperts | None, mask: SamplingMask | None) -> tup
 
 
 def unpack_replay(blob: bytes | None, body: JsonMapping) -> tuple[RoutedExperts | None, SamplingMask | None]:
-    layout = cast("JsonMapping | None", body.get("replay"))
+    layout = body.get("replay")
     if layout is None and blob is not None:  # a row of an older release: experts of the sampled positions only
         return RoutedExperts(shape=tuple(body["routed_shape"]), data=blob, start=body["prompt_length"] - 1), None
     if layout is None:
@@ -243,14 +243,16 @@ def values_from_record(record: SessionRecord) -> tuple[Any, ...]:
 def record_from_values(row: tuple[Any, ...]) -> SessionRecord:
     *values, digest = row
     if digest != row_digest(values):
-        raise JournalError(
-            f"the journal is damaged: the row of session {values[0]!r} does not fit its digest; restore it from a backup"
-        )
+        raise damaged(f"the row of session {values[0]!r} does not fit its digest")
     body = loads(values.pop())
     body |= {"rewards": Rewards(**body["rewards"]), "pin": tuple(body.get("pin", ()))}
     return SessionRecord(
         **dict(zip(("id", "group", "state", "key_hash", "created", "ended"), values, strict=True)), **body
     )
+
+
+def damaged(what: str, *, journal: str = "") -> JournalError:
+    return JournalError(f"the journal {journal and f'{journal} '}is damaged: {what}; restore it from a backup")
 
 
 def row_digest(values: Sequence[Any]) -> bytes:

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tokentrue.errors import JournalError
-from tokentrue.sessions.journal.rows import COLUMNS, RECORD, Row, record_from_values, row_digest
+from tokentrue.sessions.journal.rows import COLUMNS, RECORD, Row, damaged, record_from_values, row_digest
 
-RESTORE = "restore it from a backup"
 NODE_COLUMNS = ", ".join(Row._fields)
 ORPHANS_S = 60.0  # longer than workers need to end after their supervisor was killed
 
@@ -41,7 +40,7 @@ class SqliteFile:
             raise self._cannot_open(error) from error
 
     def _cannot_open(self, error: Exception) -> JournalError:
-        cure = f"give a writable path, or --store memory; if it was a journal, {RESTORE}"
+        cure = "give a writable path, or --store memory; if it was a journal, restore it from a backup"
         return JournalError(f"cannot open the journal {self.target}: {error}; {cure}")
 
     def connect(self) -> sqlite3.Connection:
@@ -72,7 +71,7 @@ class SqliteFile:
         try:
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
-                raise JournalError(f"the journal {self.target} is damaged: {found}; {RESTORE}")
+                raise damaged(found, journal=self.target)
             for row in db.execute(f"SELECT {RECORD} FROM sessions"):
                 record_from_values(row)
             counts = {
@@ -83,12 +82,10 @@ class SqliteFile:
                 )
             }
         except sqlite3.Error as error:
-            raise JournalError(f"the journal {self.target} is damaged: {error}; {RESTORE}") from error
+            raise damaged(str(error), journal=self.target) from error
         for name, (there, noted) in counts.items():
             if there != noted:
-                raise JournalError(
-                    f"the journal {self.target} is damaged: it holds {there} {name} of {noted}; {RESTORE}"
-                )
+                raise damaged(f"it holds {there} {name} of {noted}", journal=self.target)
 
 
 def _open(path: str) -> sqlite3.Connection:

@@ -53,7 +53,7 @@ async def build_prompt(
     limits.check_text(chars)
 
     def render() -> Rendered:
-        rendered = renderer.render(messages, tools, template_kwargs=dict(template_kwargs) or None)
+        rendered = renderer.render(messages, tools, template_kwargs=template_kwargs)
         rendered.token_ids.sha256()  # the provider will request it
         return rendered
 
@@ -104,7 +104,7 @@ def _extend_by_parts(
         copied = tree.nodes[cast("ServedRef", given[end]).node] if end < len(given) else None
         new = tree.expand(given[first:end])
         settings = template_kwargs if copied is None else copied.template_kwargs
-        extension = renderer.extend(ids, messages, new, node.tools, template_kwargs=dict(settings) or None)
+        extension = renderer.extend(ids, messages, new, node.tools, template_kwargs=settings)
         if isinstance(extension, Refusal):
             return extension
         if len(extension.prefix_ids) != len(ids):
@@ -139,7 +139,7 @@ async def _has_same_context(
 
     def compare() -> bool:
         renders = [
-            renderer.render(messages, tools, template_kwargs=dict(settings) or None).token_ids
+            renderer.render(messages, tools, template_kwargs=settings).token_ids
             for settings in (root.template_kwargs, template_kwargs)
         ]
         short, long = sorted(renders, key=len)
