@@ -299,8 +299,7 @@ class Session:
             resolution = self._matcher.resolve_ids(conversation, request.prompt_ids)
         else:
             resolution = await self._matcher.resolve(conversation, named=request.continues)
-        self._matcher.pending.append(resolution.turn_key)
-        try:
+        with self._matcher.hold(resolution.turn_key):
             if request.prompt_ids is not None:
                 prompt = prompt_from_ids(resolution, request.prompt_ids)
             else:
@@ -308,12 +307,11 @@ class Session:
                     resolution, conversation.tools, request.template_kwargs, self._matcher, self.limits
                 )
             self.limits.check_prompt(len(prompt.ids))
-            choices = await self._generate(turn, prompt, await self._load_images(turn, prompt))
-            turn.is_complete = True
-            replies = await self._commit(choices, turn, prompt)
-            await self._close_turn(turn, [reply.node for reply in replies])
-        finally:
-            self._matcher.pending.remove(resolution.turn_key)
+            with self._matcher.hold(prompt.resolution.turn_key):  # another one where the renderer refused to extend
+                choices = await self._generate(turn, prompt, await self._load_images(turn, prompt))
+                turn.is_complete = True
+                replies = await self._commit(choices, turn, prompt)
+                await self._close_turn(turn, [reply.node for reply in replies])
         if turn.streamed:
             for index, reply in enumerate(replies):
                 turn.emit(TurnEvent(index=index, node_id=reply.node, reply=reply))

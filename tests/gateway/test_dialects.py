@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from tests.gateway.inside import read_conversation
 from tokentrue.errors import InputError
+from tokentrue.gateway.dialects import base
 from tokentrue.gateway.dialects.anthropic import Anthropic
 from tokentrue.gateway.dialects.base import Dialect, encode
-from tokentrue.gateway.dialects.openai_chat import OpenAIChat
+from tokentrue.gateway.dialects.openai_chat import ChatBody, OpenAIChat
 from tokentrue.gateway.dialects.openai_responses import OpenAIResponses
 from tokentrue.gateway.dialects.signing import ReasoningSigner
+from tokentrue.sessions import client
 
 CHAT, RESPONSES, ANTHROPIC = (
     OpenAIChat(ReasoningSigner(b"secret")),
@@ -148,6 +150,12 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_every_json_value_of_a_request_can_be_echoed() -> None:
     value = {"maximum": 10**30, "minimum": -(2**64), "text": "\ud800", "flag": True, "list": [2**64]}
     assert json.loads(encode(value)) == value
+
+
+def test_the_client_in_this_process_takes_the_same_hints() -> None:
+    fields = get_type_hints(ChatBody, include_extras=True)
+    hints = {name for name, kind in fields.items() if kind == base.Hint}
+    assert len(hints) > 5 and hints <= client._IGNORED
 
 
 def test_hints_are_accepted() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import tokentrue as tt
+import tokentrue.turn as turn_module
 from tests.turn.letters import Letters, sampled
 from tests.turn.test_matching import USER, bare, said, session_of
 from tests.turn.world import OPENING, OTHER_TOOLS, TOOLS, Engine, answer_to, encode, renderer
@@ -24,8 +25,8 @@ from tokentrue.errors import (
     TokenContractError,
 )
 from tokentrue.samples import audit, sample_from_json, sample_to_json
-from tokentrue.sessions import Journal
-from tokentrue.types import Chunk, TurnRequest, VersionSpan
+from tokentrue.sessions import Journal, matching
+from tokentrue.types import Chunk, Refusal, TurnRequest, VersionSpan
 
 GIVEN = {"role": "assistant", "content": "I will."}
 
@@ -571,6 +572,57 @@ async def test_a_request_that_comes_while_another_is_being_written_did_not_repla
     assert one.node != two.node and two.edge_reason == "parallel"
     assert session.coverage().ratio == 1.0, "neither was given up for the other"
     journal.close()
+
+
+async def test_a_turn_that_is_recorded_while_another_is_matched_was_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matching waits where long histories must be rendered."""
+    session, _ = session_of(said("a", "1"), said("b", "2"))
+    find, both, recorded = matching._Search.find_deepest, asyncio.Event(), asyncio.Event()
+    matched = list[Any]()
+
+    async def find_late(search: Any) -> Any:
+        matched.append(search)
+        if len(matched) == 2:
+            both.set()
+        await (both if search is matched[0] else recorded).wait()
+        return await find(search)
+
+    monkeypatch.setattr(matching._Search, "find_deepest", find_late)
+    first, second = (
+        asyncio.create_task(session.turn(TurnRequest(messages=OPENING, sampling=tt.Sampling(seed=seed))))
+        for seed in (1, 2)
+    )
+    (one,) = await first
+    recorded.set()
+    (two,) = await second
+    assert one.node != two.node and two.edge_reason == "parallel"
+    assert session.coverage().ratio == 1.0, "neither was given up for the other"
+
+
+async def test_a_twin_of_a_turn_that_was_refused_is_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, _ = session_of(said("a", "1"), said("b", "2"), said("c", "3"))
+    opened = await session.chat(OPENING)
+    refusal = Refusal(why="boundary_changed", detail="the template says otherwise")
+    monkeypatch.setattr(session.renderer, "extend", lambda *_, **__: refusal)
+    generate, both = turn_module.generation.generate_all, asyncio.Event()
+    running = list[Any]()
+
+    async def generate_together(*arguments: Any, **more: Any) -> Any:
+        running.append(arguments)
+        if len(running) == 2:
+            both.set()
+        await both.wait()
+        return await generate(*arguments, **more)
+
+    monkeypatch.setattr(turn_module.generation, "generate_all", generate_together)
+    messages = [*OPENING, opened.message, {"role": "user", "content": "more"}]
+    tasks = [
+        asyncio.create_task(session.turn(TurnRequest(messages=messages, sampling=tt.Sampling(seed=seed))))
+        for seed in (1, 2)
+    ]
+    (one,), (two,) = await asyncio.gather(*tasks)
+    assert [one.edge_reason, two.edge_reason] == ["boundary_changed", "parallel"]
+    assert session.tree.get(one.node).parent is None and session.tree.get(two.node).parent is None
 
 
 async def test_a_failed_write_leaves_no_place_open(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from tokentrue.types import PENALTIES, TRUNCATIONS, Messages, Reply, Sampling, T
 
 _SAMPLING = {"temperature", "seed", *TRUNCATIONS, *PENALTIES}
 _IGNORED = {
-    "model", "user", "metadata", "store", "timeout", "stream_options", "parallel_tool_calls", "logprobs", "extra_headers"
+    "model", "user", "metadata", "store", "timeout", "stream_options", "parallel_tool_calls", "logprobs",
+    "extra_headers", "reasoning_effort", "verbosity", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "service_tier",
 }  # fmt: skip
 
 

@@ -15,7 +15,8 @@ system prompt), and they become references."""
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -98,21 +99,32 @@ class Matcher:
         # Recent fits by node and exact messages: the next request of a conversation compares only what it adds.
         self.fits: OrderedDict[tuple[str, bytes], PathFit] = OrderedDict()
 
+    @contextmanager
+    def hold(self, key: TurnKey) -> Generator[None]:
+        """The turn is in flight: another request for it is parallel."""
+        self.pending.append(key)
+        try:
+            yield
+        finally:
+            self.pending.remove(key)
+
     @traced("resolve")
     async def resolve(self, conversation: Conversation, *, named: str | None = None) -> Resolution:
         """`named` is the node that the request says it continues. Awaits only if long histories must be rendered;
         turns committed meanwhile may be missed."""
+        started = self.tree.committed_seq  # what is committed while this awaits was not over when it began
         search = _Search(self, conversation, named)
         found = await search.find_deepest()
         if found is None:
             given = tuple(conversation)
             key = turn_key(None, given, conversation.tools)
-            return self._build(None, given, key, self._classify_root(conversation))
+            return self._build(None, given, key, self._classify_root(conversation), started=started)
         tail = search.build_tail(found)
         node, elsewhere = found.node, found.elsewhere
         if not found.same_tools:
             detail = f"node {node.id} was sampled under other tools"
-            return self.root_after(node, tail, conversation.tools, edge_reason="tools_changed", detail=detail)
+            root = self.root_after(node, tail, conversation.tools, edge_reason="tools_changed", detail=detail)
+            return replace(root, started=started)
         parts = [found] if elsewhere is None else [found, elsewhere]
         changes = frozenset[str]().union(*(part.fit.changes for part in parts))
         return self._build(
@@ -120,6 +132,7 @@ class Matcher:
             tail,
             turn_key(node, tail, conversation.tools),
             self._classify_edge(node.id, tail),
+            started=started,
             projection=format_changes(tuple(sorted(changes)), ambiguous=any(part.ambiguous for part in parts)),
             origin=None if elsewhere is None else elsewhere.node,
         )
@@ -158,6 +171,7 @@ class Matcher:
         key: TurnKey,
         edge: tuple[str | None, str],
         *,
+        started: int | None = None,
         projection: str = "root",
         origin: Node | None = None,
     ) -> Resolution:
@@ -166,11 +180,13 @@ class Matcher:
             edge = "parallel", "another request for this turn was in flight"
         elif answers := self.tree.answers.get(key):
             edge = "retry", f"turn asked again after node {answers[-1].id}"
+            if started is not None and answers[-1].seq >= started:
+                edge = "parallel", f"node {answers[-1].id} answered this turn meanwhile"
         return Resolution(
             parent=parent,
             given=given,
             turn_key=key,
-            started=self.tree.committed_seq,
+            started=self.tree.committed_seq if started is None else started,
             projection=projection,
             edge_reason=edge[0],
             detail=edge[1],
