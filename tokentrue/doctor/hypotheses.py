@@ -34,9 +34,11 @@ from tokentrue.doctor.reference import (
 Apply: TypeAlias = Callable[[Trial, Any], object]
 Units: TypeAlias = Mapping[str, Apply]
 Span: TypeAlias = Callable[[Observation, Any], tuple[int, int]]
+Rewrite: TypeAlias = Callable[[tuple[int, ...]], tuple[int, ...]]  # of a prompt's ids
 # A change of 2% or more is near one of these; 1 changes nothing.
 FAR = (0.5, 0.25, 1.0, 2.0, 0.8, 4.0, 1.03, 0.97, 1.25)
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+PAGES = (4, 8, 16, 32, 64)
 FEW = (1, 2, 4, 8, 16, 32)
 LAST = ("o_proj.weight", "down_proj.weight")  # whose sums tensor parallelism splits
 LAYERS = r"(^|\.)(layers|h|blocks)\.\d+$"
@@ -45,13 +47,17 @@ FILTERS: Mapping[str, Sequence[float]] = {
     "top_k": (*range(1, 11), 15, 20, 25, 30, 40, 50, 64, 100),
     "top_p": (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995),
     "min_p": (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3),
+    "least probability": (0.0003, 0.001, 0.003, 0.01, 0.02, 0.05),
 }
-PENALTIES: Mapping[str, Sequence[float]] = {
-    "repetition": (0.9, 1.01, 1.05, 1.1, 1.2, 1.5),
-    "answer's repetition": (0.9, 1.05, 1.2),
-    "64 tokens' repetition": (0.9, 1.05, 1.2),
-    "presence": (-0.5, 0.1, 0.5, 1.0, 1.5),
-    "frequency": (-0.5, 0.1, 0.5, 1.0),
+# Each from the prompt's start (0), in the answer alone (1) or in the last 64 tokens (64).
+PENALTIES: Mapping[str, tuple[int, Sequence[float]]] = {
+    "repetition": (0, (0.9, 1.01, 1.05, 1.1, 1.2, 1.5)),
+    "answer's repetition": (1, (0.9, 1.05, 1.2)),
+    "64 tokens' repetition": (64, (0.9, 1.05, 1.2)),
+    "presence": (1, (-0.5, 0.1, 0.5, 1.0, 1.5)),
+    "frequency": (1, (-0.5, 0.1, 0.5, 1.0)),
+    "prompt's presence": (0, (-0.5, 0.5, 1.5)),
+    "prompt's frequency": (0, (-0.5, 0.1, 0.5)),
 }
 
 
@@ -91,10 +97,17 @@ class Hypothesis:
 
 
 def list_hypotheses(
-    reference: Reference, *, previous: Any = None, specials: Sequence[int] = (), stops: Sequence[int] = (), dtype: str
+    reference: Reference,
+    *,
+    previous: Any = None,
+    specials: Sequence[int] = (),
+    stops: Sequence[int] = (),
+    rewrites: Mapping[str, Rewrite] | None = None,
+    dtype: str,
 ) -> Iterator[Hypothesis]:
-    """Every cause that can be simulated for this model. `specials` are ids that an engine may put before a prompt."""
-    yield from _outside(specials, stops)
+    """Every cause that can be simulated for this model. `specials` are ids that an engine may put before a prompt,
+    `rewrites` what an engine may make of the ids that it is sent."""
+    yield from _outside(specials, stops, rewrites or {})
     yield from _masks(reference.model)
     yield from _other_weights(reference, previous, getattr(torch, dtype))
     yield from _settings(reference)
@@ -122,10 +135,8 @@ def _on(
     return Hypothesis(fault, label, units, grid, fit, is_output=what in ("outputs", "reports"), **how)
 
 
-def _outside(specials: Sequence[int], stops: Sequence[int]) -> Iterator[Hypothesis]:
-    """i: place of a token; n: how many tokens were sent; z: logits."""
-    neighbour = {"": lambda trial, x: setattr(trial, "align", x)}
-    yield Hypothesis("off_by_one", "the log-probability {x:+.0f} places on", neighbour, (-1, 1), is_output=True)
+def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[str, Rewrite]) -> Iterator[Hypothesis]:
+    """i: place of a token; n: how many tokens were sent; z: logits; own: log-probabilities of the entries."""
     ids = torch.tensor([*stops], dtype=torch.long)
 
     def ban(z: Tensor, seen: Observation, x: float) -> Tensor:
@@ -136,45 +147,59 @@ def _outside(specials: Sequence[int], stops: Sequence[int]) -> Iterator[Hypothes
         x = max(0, min(x, seen.prompt_tokens - 1))
         return seen.edit(seen.prompt_tokens - x if is_end else 0, x)
 
+    def over_the_top(own: Tensor, seen: Observation, z: Tensor, x: int) -> Tensor:
+        mass = z.double().log_softmax(-1).topk(min(x, z.shape[-1])).values.logsumexp(-1)
+        return (own - mass[seen.targets[0]]).clamp(max=0)
+
     capped = lambda z, seen, x: x * torch.tanh(z / x)  # noqa: E731
     padding = "unused rows of the output layer weigh e^{x:.2f} in the softmax"
-    drops, shifts = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (-2, -1, 1, 2, 8, 32)
-    early = {"is_sampling": True}
+    drops, shifts, halves = (
+        (1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
+        (-2, -1, 1, 2, 8, 32),
+        (1 / math.log(10), 1 / math.log(2)),
+    )
     rows: tuple[tuple[Any, ...], ...] = (
-        ("reports", "log_base", "log-probabilities times {x:.4g}", lambda own, x: own * x, (1 / math.log(10), 1 / math.log(2), *FAR), "real"),
-        ("reports", "bad_logprobs", "none below {x:.3g}", lambda own, x: own.clamp(min=x), (-1, -2, -3, -4, -5, -8, -12), "real"),
+        ("reports", "log_base", "log-probabilities times {x:.4g}", lambda own, seen, z, x: own * x, (*halves, *FAR), "real"),
+        ("reports", "bad_logprobs", "none below {x:.3g}", lambda own, seen, z, x: own.clamp(min=x), (-1, -2, -3, -4, -5, -8, -12), "real"),
         ("outputs", "sampled_temperature", "logits divided by {x:.4g}", lambda z, seen, x: z / x, FAR, "real"),
         ("outputs", "vocab_padding", padding, lambda z, seen, x: pad(z, (0, 1), value=x), range(-2, 26, 2), "real"),
         ("outputs", "logit_softcap", "logits capped at {x:.3g}", capped, (5, 15, 30, 50, 100, 200), "real"),
         ("inputs", "prompt_changed", "the prompt without {x:.0f} tokens at its start", partial(drop, is_end=False), drops, "whole"),
         ("inputs", "prompt_changed", "the prompt without {x:.0f} tokens at its end", partial(drop, is_end=True), drops, "whole"),
+        ("positions", "decode_positions", "positions of sampled tokens moved by {x:.0f}", lambda i, n, x: i + x * (i >= n), shifts, "whole"),
+        ("positions", "decode_positions", "positions after the first sampled token moved by {x:.0f}", lambda i, n, x: i + x * (i > n), shifts, "whole"),
+        ("positions", "decode_positions", "sampled tokens beyond position {x:+.0f} from the prompt's end have that one", lambda i, n, x: i.minimum(n + x), (0, -1)),
+        ("positions", "decode_positions", "positions begin again after {x:.0f} tokens", lambda i, n, x: torch.where(i < n, i % x, i), LENGTHS, "whole"),
+        ("positions", "decode_positions", "positions begin again each {x:.0f} tokens", lambda i, n, x: i % x, LENGTHS, "whole"),
+        ("positions", "decode_positions", "no position beyond {x:.0f}", lambda i, n, x: i.clamp(max=x), LENGTHS, "whole"),
+        *(("inputs", "bos_added", "token {x:.0f} before the prompt", lambda seen, x: seen.edit(0, 0, (x,)), specials) for _ in specials[:1]),
     )  # fmt: skip
-    moves: tuple[tuple[Any, ...], ...] = (
-        ("positions of sampled tokens moved by {x:.0f}", lambda i, n, x: i + x * (i >= n), shifts),
-        ("positions after the first sampled token moved by {x:.0f}", lambda i, n, x: i + x * (i > n), shifts),
-        ("sampled tokens beyond position {x:+.0f} from the prompt's end have that one", lambda i, n, x: i.minimum(n + x), (0, -1)),
-        ("positions begin again after {x:.0f} tokens", lambda i, n, x: torch.where(i < n, i % x, i), LENGTHS),
-        ("positions begin again each {x:.0f} tokens", lambda i, n, x: i % x, LENGTHS),
-        ("no position beyond {x:.0f}", lambda i, n, x: i.clamp(max=x), LENGTHS),
-    )  # fmt: skip
+    yield Hypothesis(
+        "off_by_one",
+        "the log-probability {x:+.0f} places on",
+        {"": lambda trial, x: setattr(trial, "align", x)},
+        (-1, 1),
+        is_output=True,
+    )
     yield from (_on(*row) for row in rows)
+    early: dict[str, Any] = {"is_sampling": True}
+    label = "log-probabilities normalised over the {x:.0f} likeliest"
+    yield _on("reports", "other_reports", label, over_the_top, FILTERS["top_k"], is_general=True, **early)
     for first in (0, 1, 4, 16, 32, 64):
         keep = lambda seen, x, first=first: seen.edit(first, max(0, seen.prompt_tokens - first - x))  # noqa: E731
         label = f"the first {first} and the last {{x:.0f}} prompt tokens"
         yield _on("inputs", "context_truncated", label, keep, LENGTHS, "whole", **early)
-    if specials:
-        yield _on(
-            "inputs", "bos_added", "token {x:.0f} before the prompt", lambda seen, x: seen.edit(0, 0, (x,)), specials
-        )
-    for label, change, grid in moves:
-        yield _on("positions", "decode_positions", label, change, grid, "whole" if len(grid) > 2 else "")
+    for label, to in rewrites.items():
+        change = lambda seen, x, to=to: seen.edit(0, seen.prompt_tokens, to(seen.token_ids[: seen.prompt_tokens]))  # noqa: E731
+        yield _on("inputs", "prompt_changed", label, change, **early)
     label = "stop tokens removed from the first {x:.0f} tokens"
     yield _on("outputs", "stop_banned", label, ban, (4, 8, 16, 32, 9999), "whole", **early)
     for name, grid in FILTERS.items():
         yield _filtered(name, grid, details=_two_filters if name == "top_p" else None)
-    for name, grid in PENALTIES.items():
-        label, change = f"a {name} penalty of {{x:.3g}}", partial(penalise, name=name)
-        yield _on("outputs", "sampled_penalty", label, change, grid, "real", **early)
+    for name, (start, grid) in PENALTIES.items():
+        change = partial(penalise, name=name, start=start)
+        yield _on("outputs", "sampled_penalty", f"a {name} penalty of {{x:.3g}}", change, grid, "real", **early)
+    yield _on("outputs", "sampled_penalty", "no {x:.0f} tokens that were there before", ban_runs, range(1, 7), **early)
     for dtype, narrow in NARROW.items():
         rounded = lambda z, seen, x, to=narrow: to(z)  # noqa: E731
         yield _on("outputs", "head_dtype", f"logits rounded to {dtype}", rounded, is_rounding=True)
@@ -211,7 +236,8 @@ def count_kept(probs: Tensor, name: str, x: float) -> Tensor:
     """`[rows, 1]`: how many of the likeliest tokens a filter at x keeps. `probs`: descending."""
     if name == "top_k":
         return torch.full_like(probs[:, :1], min(x, probs.shape[-1]), dtype=torch.long)
-    is_kept = probs.cumsum(dim=-1) - probs < x if name == "top_p" else probs >= probs[:, :1] * x
+    least = {"min_p": probs[:, :1] * x, "least probability": probs[:, :1].clamp(max=x)}
+    is_kept = probs.cumsum(dim=-1) - probs < x if name == "top_p" else probs >= least[name]
     return is_kept.sum(dim=-1, keepdim=True)
 
 
@@ -222,17 +248,25 @@ def filter_logits(logits: Tensor, x: float, *, name: str) -> Tensor:
     return logits.masked_fill(torch.zeros_like(is_cut).scatter(1, order, is_cut), -torch.inf)
 
 
-def penalise(logits: Tensor, seen: Observation, x: float, *, name: str) -> Tensor:
-    """Repetition concerns prompt and answer (vLLM) or the last 64 tokens (llama.cpp), the others the answer alone."""
+def penalise(logits: Tensor, seen: Observation, x: float, *, name: str, start: int) -> Tensor:
     changed = logits.clone()
     for row, at in enumerate(seen.positions):
-        start = {"repetition": 0, "64 tokens' repetition": max(0, at - 64)}.get(name, seen.prompt_tokens)
-        ids, counts = torch.tensor(seen.token_ids[start:at], dtype=torch.long).unique(return_counts=True)
+        first = {0: 0, 1: seen.prompt_tokens}.get(start, max(0, at - start))
+        ids, counts = torch.tensor(seen.token_ids[first:at], dtype=torch.long).unique(return_counts=True)
         own = logits[row, ids]
         if name.endswith("repetition"):
             changed[row, ids] = torch.where(own > 0, own / x, own * x)
         else:
-            changed[row, ids] = own - x * (counts if name == "frequency" else 1)
+            changed[row, ids] = own - x * (counts if name.endswith("frequency") else 1)
+    return changed
+
+
+def ban_runs(logits: Tensor, seen: Observation, x: int) -> Tensor:
+    """No run of x tokens twice, as `no_repeat_ngram_size` asks for."""
+    changed, ids = logits.clone(), seen.token_ids
+    for row, at in enumerate(seen.positions):
+        tail = ids[at - x + 1 : at]
+        changed[row, [ids[end] for end in range(x - 1, at) if ids[end - x + 1 : end] == tail]] = -torch.inf
     return changed
 
 
@@ -243,53 +277,63 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
     """i and j: places of query and key; n: how many tokens were sent."""
     attentions = _find(model, r"(self_attn|\.attention|\.attn)$")
     windows = {at: getattr(one, "sliding_window", None) or 10**9 for at, one in attentions.items()}
-    if not attentions:
-        return
 
     def hidden(
-        fault: str, label: str, grid: Sequence[float], rule: Callable[..., Tensor], is_all: bool = False, **how: Any
-    ) -> Hypothesis:
+        label: str, grid: Sequence[float], rule: Callable[..., Tensor], is_all: bool = False,
+        fault: str = "attention_mask", **how: Any,
+    ) -> Hypothesis:  # fmt: skip
         """`is_all`: the rule says what is not seen, otherwise what is not seen beside the model's own mask."""
 
         def apply(at: str, trial: Trial, x: float) -> None:
             own = lambda i, j: False if is_all else (j > i) | (i - j >= windows[at])  # noqa: E731
             trial.hide(attentions[at], lambda i, j, n: rule(i, j, n, x) | own(i, j))
 
-        units = {at: partial(apply, at) for at in attentions}
-        return Hypothesis(fault, label, units, grid, "whole" if is_all and len(grid) > 1 else "", **how)
+        return Hypothesis(fault, label, {at: partial(apply, at) for at in attentions}, grid, **how)
 
-    def window(i: Tensor, j: Tensor, n: Tensor, x: int, first: int = 0) -> Tensor:
-        return (j > i) | (i - j >= (x or 10**9)) & (j >= first)
+    def window(i: Tensor, j: Tensor, n: Tensor, x: int, first: int = 0, is_late: bool = False) -> Tensor:
+        return (j > i) | (i - j >= (x or 10**9)) & (j >= first) & ((i >= n) | (not is_late))
 
-    def other_windows() -> list[Hypothesis]:
-        rules: Mapping[str, Callable[..., Tensor]] = {
-            "attention to the last {x:.0f} tokens and the first four": partial(window, first=4),
-            "attention to the last {x:.0f} tokens and the first one": partial(window, first=1),
-            "attention to own blocks of {x:.0f} tokens": lambda i, j, n, x: (j > i) | (i // x != j // x),
+    def list_windows(is_late: bool) -> list[Hypothesis]:
+        who = "decoding sees" if is_late else "attention to"
+        rules: dict[str, Callable[..., Tensor]] = {
+            f"{who} the last {{x:.0f}} tokens and the first {first}": partial(window, first=first, is_late=is_late)
+            for first in (4, 1, 2, 16)
         }
-        return [hidden("sliding_window", label, LENGTHS, rule, True) for label, rule in rules.items()]
+        rules[f"{who} own blocks of {{x:.0f}} tokens"] = lambda i, j, n, x: (
+            (j > i) | (i // x != j // x) & ((i >= n) | (not is_late))
+        )
+        return [hidden(label, LENGTHS, rule, True, "sliding_window", fit="whole") for label, rule in rules.items()]
 
+    if not attentions:
+        return
     spans = sorted({*(0 for own in windows.values() if own < 10**9), *LENGTHS, 40})
-    label = "attention to {x:.0f} tokens (0: all)"
-    yield hidden("sliding_window", label, spans, window, True, is_local=True, details=other_windows)
-    causal = lambda i, j, n, x: (j > i) & (j >= n)  # noqa: E731
-    yield hidden("attention_mask", "the prompt is read in both directions", (0,), causal, True)
-    pages = (4, 8, 16, 32, 64)
-    rules: tuple[tuple[str, Sequence[float], Callable[..., Tensor]], ...] = (
+    shared: dict[str, Any] = {"fault": "sliding_window", "fit": "whole", "is_all": True}
+    label, details = "attention to {x:.0f} tokens (0: all)", partial(list_windows, False)
+    yield hidden(label, spans, window, **shared, is_local=True, details=details)
+    label, late = "decoding sees {x:.0f} tokens", partial(window, is_late=True)
+    yield hidden(label, LENGTHS, late, **shared, details=partial(list_windows, True))
+    # Chunks of a prompt; c: where the query's chunk begins.
+    rules: tuple[tuple[Any, ...], ...] = (
+        ("the prompt is read in both directions", (0,), lambda i, j, n, x: (j > i) & (j >= n), True),
+        ("chunks of {x:.0f} prompt tokens are read in both directions", LENGTHS, lambda i, j, n, x: (j > i) & ((j >= n) | (j // x != i // x)), True),
+        ("masks of chunks of {x:.0f} prompt tokens begin at the first key", LENGTHS, lambda i, j, n, x: (j > i) | (i < n) & (j > i % x)),
+        ("chunks of {x:.0f} prompt tokens do not see earlier ones", LENGTHS, lambda i, j, n, x: (i < n) & (j < i // x * x)),
+        ("chunks of {x:.0f} prompt tokens do not see their own earlier tokens", LENGTHS, lambda i, j, n, x: (i < n) & (x <= i) & (i // x * x <= j) & (j < i)),
+        *((f"chunks of {{x:.0f}} prompt tokens do not see the {y} before them", LENGTHS, lambda i, j, n, x, y=y: (i < n) & (j < i // x * x) & (j >= i // x * x - y)) for y in (1, 16)),
         ("nothing sees the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= x) & (j < x)),
         ("page {x:.0f} of 16 tokens is not seen", range(8), lambda i, j, n, x: (j // 16 == x) & (i // 16 > x)),
         ("tokens from {x:.0f} on do not see the one before them", LENGTHS, lambda i, j, n, x: (j == x - 1) & (i >= x)),
-        ("tokens do not see each {x:.0f}th one", pages, lambda i, j, n, x: (j % x == x - 1) & (j < i)),
+        ("tokens do not see each {x:.0f}th one", PAGES, lambda i, j, n, x: (j % x == x - 1) & (j < i)),
         ("decoding does not see the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= n) & (j < x)),
         ("decoding does not see the last {x:.0f} prompt tokens", FEW, lambda i, j, n, x: (i >= n) & (j >= n - x) & (j < n)),
         ("decoding does not see the {x:.0f} tokens before it", FEW, lambda i, j, n, x: (i >= n) & (j < i) & (j >= i - x)),
         ("decoding does not see sampled tokens before the last {x:.0f}", (0, *FEW), lambda i, j, n, x: (j >= n) & (j < i - x)),
-        ("decoding does not see the open page of {x:.0f}", pages, lambda i, j, n, x: (i >= n) & (j // x == i // x) & (j < i)),
-        ("decoding does not see the first token of an open page of {x:.0f}", pages, lambda i, j, n, x: (i >= n) & (j == i) & (i % x == 0)),
-        ("decoding does not see sampled tokens of closed pages of {x:.0f}", pages, lambda i, j, n, x: (j >= n) & (j // x < i // x)),
+        ("decoding does not see the open page of {x:.0f}", PAGES, lambda i, j, n, x: (i >= n) & (j // x == i // x) & (j < i)),
+        ("decoding does not see the prompt's open page of {x:.0f}", PAGES, lambda i, j, n, x: (i >= n) & (j >= n // x * x) & (j < n)),
+        ("decoding does not see the first token of an open page of {x:.0f}", PAGES, lambda i, j, n, x: (i >= n) & (j == i) & (i % x == 0)),
+        ("decoding does not see sampled tokens of closed pages of {x:.0f}", PAGES, lambda i, j, n, x: (j >= n) & (j // x < i // x)),
     )  # fmt: skip
-    for label, grid, rule in rules:
-        yield hidden("attention_mask", label, grid, rule)
+    yield from (hidden(*row) for row in rules)
 
 
 # Weights: other ones, missing, exchanged, in another order.
@@ -312,9 +356,8 @@ class Place:
 
         def apply(trial: Trial, x: float) -> None:
             own = trial.saved.get(self.name) if saved else None
-            trial.set(
-                self.module, self.attribute, to(trial.get(self.module, self.attribute) if own is None else own, x)
-            )
+            own = trial.get(self.module, self.attribute) if own is None else own
+            trial.set(self.module, self.attribute, to(own, x))
 
         return apply
 
@@ -380,18 +423,20 @@ def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> I
     for name, place in list_places(reference.model).items():
         own, was = place.weight, old.get(place.name)
         before = own if was is None or was.shape != own.shape else was.to(dtype).float()
-        if not torch.equal(before, own):
-            changed[name] = place.put(lambda now, x, was=before: was + x * (now - was))
-        if place.name.endswith("_proj.weight") and name in changed:
+        if torch.equal(before, own):
+            continue
+        changed[name] = place.put(lambda now, x, was=before: was + x * (now - was))
+        if own.dim() > 1:
             for count, units in shards.items():
                 units[name] = place.put(partial(_keep_shard, was=before, count=count, is_last=name.endswith(LAST)))
+        if place.name.endswith("_proj.weight"):
             scaled[name] = place.put(lambda now, x, was=before: to_float8(now, was))
+    if changed:
+        label, grid = "the previous weights, and {x:.3g} of the update", (0.0, 0.5, 1.0, 2.0, 0.9, 1.1)
+        yield from _in_spans(Hypothesis("stale_weights", label, changed, grid, "real"))
     for count, units in shards.items():
         yield Hypothesis("stale_weights", f"the previous weights in shard {{x:.0f}} of {count}", units, range(count))
     yield Hypothesis("fp8_weights", "float8 per matrix, scales of the previous weights", scaled, is_rounding=True)
-    label, grid = "the previous weights, and {x:.3g} of the update", (0.0, 0.5, 1.0, 2.0, 0.9, 1.1)
-    if changed:
-        yield from _in_spans(Hypothesis("stale_weights", label, changed, grid, "real"))
 
 
 def _keep_shard(now: Tensor, x: float, *, was: Tensor, count: int, is_last: bool) -> Tensor:
@@ -407,8 +452,8 @@ def _in_spans(whole: Hypothesis) -> Iterator[Hypothesis]:
         ("prefix_cache", "full pages of {x:.0f} prompt tokens", (16, 4, 8, 32, 64, 128), lambda seen, x: (0, (seen.prompt_tokens - 1) // x * x)),
         ("prefix_cache", "{x:.0f} first tokens", counts, lambda seen, x: (0, min(x, seen.prompt_tokens - 1))),
         ("prefix_cache", "the prompt but its last token", (0,), lambda seen, x: (0, seen.prompt_tokens - 1)),
-        (whole.fault, "the prompt", (0,), lambda seen, x: (0, seen.prompt_tokens)),
-        (whole.fault, "sampled tokens", (0,), lambda seen, x: (seen.prompt_tokens, len(seen.token_ids))),
+        (whole.fault, "the prompt and {x:.0f} sampled tokens", (0, *FEW, 12, 20, 24), lambda seen, x: (0, seen.prompt_tokens + x)),
+        (whole.fault, "sampled tokens but {x:.0f}", (0, *FEW, 12, 20, 24), lambda seen, x: (seen.prompt_tokens + x, len(seen.token_ids))),
     )  # fmt: skip
     for at, unit in whole.units.items():
         zero[at] = lambda trial, x, unit=unit: unit(trial, 0.0)
@@ -417,13 +462,15 @@ def _in_spans(whole: Hypothesis) -> Iterator[Hypothesis]:
         yield replace(whole, fault=fault, label=label, units=zero, grid=grid, fit="", span=span)
 
 
-def _exchange(one: nn.Module, other: nn.Module, trial: Trial, x: float) -> None:
+def _exchange(one: nn.Module, other: nn.Module, trial: Trial, x: float, *, is_copy: bool = False) -> None:
+    """`is_copy`: the first has the weights of the other, which keeps its own."""
     for a, b in zip(one.modules(), other.modules(), strict=False):
         for name, own in a.named_parameters(recurse=False):
             if getattr(getattr(b, name, None), "shape", None) == own.shape:
                 first, second = trial.get(a, name), trial.get(b, name)
                 trial.set(a, name, second)
-                trial.set(b, name, first)
+                if not is_copy:
+                    trial.set(b, name, first)
 
 
 def _parts(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesis]:
@@ -431,8 +478,8 @@ def _parts(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesis
     model, places = reference.model, list_places(reference.model)
     layers, named = _find(model, LAYERS), dict(model.named_modules())
 
-    def some(fault: str, label: str, units: Units, grid: Sequence[float] = (0.0,)) -> Hypothesis:
-        return Hypothesis(fault, label, units, grid, is_partial=True)
+    def some(fault: str, label: str, units: Units) -> Hypothesis:
+        return Hypothesis(fault, label, units, is_partial=True)
 
     skipped = _hook_all(layers, lambda inputs, output, x: inputs[0])
     skipped |= _hook_all(_find(model, r"\.(self_attn|mlp|shared_experts?)$"), lambda inputs, output, x: output * 0)
@@ -440,9 +487,13 @@ def _parts(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesis
     pairs = [*(combinations(layers, 2) if len(layers) < 9 else pairwise(layers))]
     swaps = {f"{a} and {b}": partial(_exchange, layers[a], layers[b]) for a, b in pairs}
     yield some("layer_order", "exchanged", swaps)
-    gated = _having(model, "gate_proj", "up_proj")
-    units = {at: partial(_exchange, one.gate_proj, one.up_proj) for at, one in gated.items()}
-    yield Hypothesis("projection_order", "gate and up projections exchanged", units)
+    both_ways = [*pairs, *((b, a) for a, b in pairs)]
+    copies = {f"{a} as {b}": partial(_exchange, layers[a], layers[b], is_copy=True) for a, b in both_ways}
+    yield some("layer_order", "weights of another layer", copies)
+    for a, b in (("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("q_proj", "k_proj")):
+        units = {at: partial(_exchange, getattr(one, a), getattr(one, b)) for at, one in _having(model, a, b).items()
+                 if getattr(one, a).weight.shape == getattr(one, b).weight.shape}  # fmt: skip
+        yield Hypothesis("projection_order", f"{a} and {b} exchanged", units)
     # Sums over the inner size, in the shards of tensor parallelism or by heads.
     cut: dict[str, Apply] = {}
     for at, one in places.items():
@@ -459,9 +510,8 @@ def _parts(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesis
     rows = {f"row {n} of {at}": one.put(partial(_blank, n=n)) for at, one in ends.items() for n in specials}
     yield some("weights_missing", "rows of special tokens set to 0", rows)
     if not getattr(reference.config, "tie_word_embeddings", True):
-        tie = lambda trial, x: trial.set(  # noqa: E731
-            model.get_output_embeddings(), "weight", model.get_input_embeddings().weight.data
-        )
+        embedding = model.get_input_embeddings().weight.data
+        tie = lambda trial, x: trial.set(model.get_output_embeddings(), "weight", embedding)  # noqa: E731
         yield Hypothesis("tied_head", "output layer = embedding", {"": tie})
 
 
@@ -472,11 +522,8 @@ def _blank(own: Tensor, x: float, *, n: int) -> Tensor:
 # Rows of a projection as a grid (d: size of a head, g: query heads of a key head), and what happens to that.
 Order: TypeAlias = tuple[Callable[[int, int], tuple[int, ...]], Callable[[Tensor], Tensor]]
 _transpose, _transpose_last = (partial(torch.transpose, dim0=n, dim1=n + 1) for n in (0, 1))
-_flip, _flip_second, _roll = (
-    partial(torch.flip, dims=(0,)),
-    partial(torch.flip, dims=(1,)),
-    partial(torch.roll, shifts=1, dims=0),
-)
+_flip, _flip_second = (partial(torch.flip, dims=(n,)) for n in (0, 1))
+_roll = partial(torch.roll, shifts=1, dims=0)
 HEADS: Mapping[str, Order] = {
     "halves of a head as pairs of neighbours": (lambda d, g: (-1, d // 2, 2), _transpose_last),
     "pairs of neighbours as halves of a head": (lambda d, g: (-1, 2, d // 2), _transpose_last),
@@ -496,6 +543,7 @@ ROWS: Mapping[str, Order] = {
     "even rows, then odd rows": (lambda d, g: (-1, 2), _transpose),
     "halves interleaved": (lambda d, g: (2, -1), _transpose),
     "moved on by one": (lambda d, g: (-1, 1), _roll),
+    "transposed": (lambda d, g: (-1,), lambda own: own.T if own.shape[0] == own.shape[-1] else own),
 }
 
 
@@ -509,8 +557,7 @@ def _reorder(own: Tensor, order: Order, d: int = 1, g: int = 1) -> Tensor:
 def _orders(reference: Reference) -> Iterator[Hypothesis]:
     """Rows of projections (columns of the last ones) in another order, as loaders split and join them."""
     attentions, mlps = (
-        _having(reference.model, "q_proj", "head_dim"),
-        _having(reference.model, "gate_proj", "down_proj"),
+        _having(reference.model, *names) for names in (("q_proj", "head_dim"), ("gate_proj", "down_proj"))
     )
 
     def reorder(one: Any, parts: Sequence[str], order: Order, trial: Trial, x: float) -> None:
@@ -522,20 +569,20 @@ def _orders(reference: Reference) -> Iterator[Hypothesis]:
                     changed = _reorder(own.data.T if is_last else own.data, order, d, g)
                     trial.set(part, attribute, changed.T if is_last else changed)
 
-    def each(owners: Mapping[str, Any], parts: Sequence[str], orders: Mapping[str, Order]) -> Iterator[Hypothesis]:
-        for words, order in orders.items():
-            units = {at: partial(reorder, one, parts, order) for at, one in owners.items()}
-            turns = "hal" in words and {"q_proj", "k_proj"} <= {*parts} and "v_proj" not in parts
-            yield Hypothesis("rope" if turns else "projection_order", f"{', '.join(parts)}: {words}", units)
-
     both, singles = ("q_proj", "k_proj"), [(f"{name}_proj",) for name in "qkvo"]
     normed = [(*both, "q_norm", "k_norm")] if any(hasattr(one, "q_norm") for one in attentions.values()) else []
-    for parts in (both, *normed, *singles, ("k_proj", "v_proj"), ("q_proj", "o_proj"), (*both, "v_proj")):
-        yield from each(attentions, parts, HEADS)
-    for parts in (*singles, both, (*both, "v_proj")):
-        yield from each(attentions, parts, ROWS)
-    for parts in (("gate_proj",), ("up_proj",), ("down_proj",), ("gate_proj", "up_proj")):
-        yield from each(mlps, parts, ROWS)
+    grouped = [both, *normed, *singles, ("k_proj", "v_proj"), ("q_proj", "o_proj"), (*both, "v_proj")]
+    for owners, orders, kinds in (
+        (attentions, HEADS, grouped),
+        (attentions, ROWS, [*singles, both, (*both, "v_proj")]),
+        (mlps, ROWS, [("gate_proj",), ("up_proj",), ("down_proj",), ("gate_proj", "up_proj")]),
+    ):
+        for parts in kinds:
+            turns = {"q_proj", "k_proj"} <= {*parts} and "v_proj" not in parts
+            for words, order in orders.items():
+                units = {at: partial(reorder, one, parts, order) for at, one in owners.items()}
+                fault = "rope" if turns and "hal" in words else "projection_order"
+                yield Hypothesis(fault, f"{', '.join(parts)}: {words}", units)
     fused = {at: partial(_split_fused, one) for at, one in mlps.items()}
     label = "gate and up rows joined in shards of {x:.0f}, split as halves"
     yield Hypothesis("projection_order", label, fused, (2, 4, 8, 10**9))
@@ -552,7 +599,7 @@ def _split_fused(mlp: Any, trial: Trial, x: int) -> None:
 
 
 def _settings(reference: Reference) -> Iterator[Hypothesis]:
-    """Other values of an attribute, in all modules that have one or in some."""
+    """Other values of an attribute, in all modules that have one or in some; other operators."""
     model, config = reference.model, reference.config
     base = (getattr(config, "rope_parameters", None) or {}).get("rope_theta") or 0.0
     place = lambda own: torch.arange(own.shape[0]) / own.shape[0]  # noqa: E731
@@ -576,25 +623,11 @@ def _settings(reference: Reference) -> Iterator[Hypothesis]:
             units = {at: partial(_set, one, name, change) for at, one in owners.items()}
             yield Hypothesis(fault, label, units, *how)
     queries = {at: getattr(one, "q_norm", None) or one.q_proj for at, one in _having(model, "q_proj", "k_proj").items()}
-    units = _hook_all(queries, _grow)
-    yield Hypothesis(
-        "attention_scale", "queries grow with the position ÷ {x:.0f}", units, (8, 16, 32, 64, 8192), "whole"
-    )
-    acts: tuple[Any, ...] = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU(), nn.Sigmoid(), nn.Identity())
-    quick = {"quick GELU": lambda value: value * torch.sigmoid(1.702 * value)}
-    activations = {at: one.act_fn for at, one in _having(model, "act_fn").items()}
-    for words, act in ({str(act): act for act in acts} | quick).items():
-        units = _hook_all(activations, lambda inputs, output, x, act=act: act(inputs[0]))
-        yield Hypothesis("activation", f"{words} as activation", units)
+    label, units = "queries grow with the position ÷ {x:.0f}", _hook_all(queries, _grow)
+    yield Hypothesis("attention_scale", label, units, (8, 16, 32, 64, 8192), "whole")
     if base and hasattr(getattr(model, "model", None), "rotary_emb"):
-        if config.rope_parameters.get("rope_type", "default") != "default":
-            yield Hypothesis("rope", "rope without scaling", {"": partial(_rebuild_rope, rope_type="default")})
-        for label, is_whole in (("the whole", True), ("a part of the", False)):
-            yarn = partial(_rebuild_rope, rope_type="yarn", is_whole=is_whole)
-            yield Hypothesis("rope", f"YaRN by {{x:.0f}} from {label} context", {"": yarn}, (2, 4, 8, 16, 32))
-        table = lambda inputs, out, x: tuple(one.bfloat16().to(one.dtype) for one in out)  # noqa: E731
-        units = _hook_all({"": model.model.rotary_emb}, table, is_whole=True)
-        yield Hypothesis("rope", "cosines and sines in bfloat16", units)
+        yield from _list_ropes(model, config)
+    yield from _list_activations(model)
     norms = {at: one for at, one in _having(model, "weight").items() if "Norm" in type(one).__name__}
     weights = {at: Place(one, "weight", f"{at}.weight") for at, one in norms.items()}
     off = _hook_all(norms, lambda inputs, output, x: inputs[0])
@@ -610,10 +643,12 @@ def _settings(reference: Reference) -> Iterator[Hypothesis]:
     layers = _find(model, LAYERS)
     stay = _hook_all(layers, lambda inputs, output, x: inputs[0] * (x - 1) + output)
     yield Hypothesis("residual", "what a layer was given times {x:.4g}", stay, (0.0, *FAR), "real", is_local=True)
-    split = {at: layers[at] for at in _having(model, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")}
-    label = "the residual is taken after the norm (1: attention, 2: MLP, 3: both)"
-    units = {at: partial(_residual_after_norm, one) for at, one in split.items()}
-    yield Hypothesis("residual", label, units, (1, 2, 3), is_local=True)
+    split = _having(model, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    label = (
+        "the residual is taken after the norm (1: attention, 2: MLP, 3: both), or the MLP does not see attention (4)"
+    )
+    units = {at: partial(_other_residual, one) for at, one in split.items()}
+    yield Hypothesis("residual", label, units, (1, 2, 3, 4), is_local=True)
 
 
 def _set(owner: Any, name: str, change: Callable[[Any, Any], Any], trial: Trial, x: float) -> None:
@@ -626,19 +661,86 @@ def _grow(inputs: Any, output: Tensor, x: float) -> Tensor:
     return output * by.view(-1, *[1] * (output.dim() - 2))
 
 
-def _residual_after_norm(layer: Any, trial: Trial, x: int) -> None:
+def _list_activations(model: nn.Module) -> Iterator[Hypothesis]:
+    acts: tuple[Any, ...] = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU(), nn.Sigmoid(), nn.Identity())
+    others = {"quick GELU": lambda z: z * torch.sigmoid(1.702 * z), "squared ReLU": lambda z: z.relu().square()}
+    owners = {at: one.act_fn for at, one in _having(model, "act_fn").items()}
+    for words, act in ({str(act): act for act in acts} | others).items():
+        units = _hook_all(owners, lambda inputs, output, x, act=act: act(inputs[0]))
+        yield Hypothesis("activation", f"{words} as activation", units)
+    # Gated units: of the value before the activation, and of the one that it is multiplied by.
+    top, both = lambda z, x: z.clamp(max=x), lambda z, x: z.clamp(-x, x)
+    gates: tuple[tuple[str, Any, Any, Sequence[float]], ...] = (
+        ("gate values at most {x:.4g}, the others within it", top, both, (0.5, 1, 2, 4, 7, 10, 20)),
+        ("gate values at most {x:.4g}", top, None, (0.5, 1, 2, 4, 7, 10, 20)),
+        ("gate and other values within {x:.4g}", both, both, (0.5, 1, 2, 4, 7, 10, 20)),
+        ("{x:+.0f} added to what the gate multiplies", None, lambda z, x: z + x, (1,)),
+    )  # fmt: skip
+    owners = _having(model, "gate_proj", "up_proj")
+    for label, gate, up, grid in gates:
+        units = {at: partial(_change_gate, one, gate, up) for at, one in owners.items()}
+        yield Hypothesis("activation", label, units, grid, "real" if len(grid) > 1 else "", is_local=True)
+
+
+def _change_gate(mlp: Any, gate: Any, up: Any, trial: Trial, x: float) -> None:
+    for part, change in ((mlp.gate_proj, gate), (mlp.up_proj, up)):
+        if change is not None:
+            trial.hook(part, lambda inputs, output, change=change: change(output, x))
+
+
+def _other_residual(layer: Any, trial: Trial, x: int) -> None:
+    held: list[Tensor] = []
+
+    def hold(inputs: Any, output: Tensor, by: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        held.append(by(inputs[0], output))
+        return output
+
     pairs = ((layer.input_layernorm, layer.self_attn), (layer.post_attention_layernorm, layer.mlp))
     for bit, (norm, branch) in enumerate(pairs):
         if x >> bit & 1:
-            held: list[Tensor] = []
-            trial.hook(norm, lambda inputs, output, held=held: (held.append(output - inputs[0]), output)[1])
-            trial.hook(branch, lambda inputs, output, held=held: output + held.pop())
+            trial.hook(norm, partial(hold, by=lambda before, after: after - before))
+            trial.hook(branch, lambda inputs, output: output + held.pop())
+    if x == 4:
+        trial.hook(layer.input_layernorm, partial(hold, by=lambda before, after: before))
+        trial.hook_inputs(layer.post_attention_layernorm, lambda states: held.pop())
 
 
-def _rebuild_rope(trial: Trial, x: float, *, rope_type: str, is_whole: bool = True) -> None:
+def _list_ropes(model: Any, config: Any) -> Iterator[Hypothesis]:
+    own = model.model.rotary_emb
+    if config.rope_parameters.get("rope_type", "default") != "default":
+        yield Hypothesis("rope", "rope without scaling", {"": partial(_rebuild_rope, rope_type="default")})
+    for label, is_whole in (("the whole", True), ("a part of the", False)):
+        yarn = partial(_rebuild_rope, rope_type="yarn", is_whole=is_whole)
+        yield Hypothesis("rope", f"YaRN by {{x:.0f}} from {label} context", {"": yarn}, (2, 4, 8, 16, 32))
+    edges = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for longest in (8192, config.max_position_embeddings):
+        llama = partial(_rebuild_rope, rope_type="llama3", original_max_position_embeddings=longest, **edges)
+        yield Hypothesis("rope", f"Llama 3's scaling by {{x:.0f}} from {longest}", {"": llama}, (2, 4, 8, 16, 32))
+
+    def turn(inputs: Any, out: Any, x: float, to: Rounding) -> Any:
+        angles = to(torch.arange(out[0].shape[1])[:, None] * own.inv_freq).repeat(1, 2)
+        return tuple((each * own.attention_scaling).expand_as(out[0]) for each in (angles.cos(), angles.sin()))
+
+    for name, to in NARROW.items():
+        table = lambda inputs, out, x, to=to: tuple(to(one) for one in out)  # noqa: E731
+        for words, change in {"cosines and sines": table, "angles of rotation": partial(turn, to=to)}.items():
+            yield Hypothesis("rope", f"{words} in {name}", _hook_all({"": own}, change, is_whole=True))
+    still = lambda turns: (torch.ones_like(turns[0]), torch.zeros_like(turns[1]))  # noqa: E731
+    units = {
+        at: partial(_give, one, "position_embeddings", still) for at, one in _having(model, "q_proj", "k_proj").items()
+    }
+    yield Hypothesis("rope", "queries and keys are not turned", units, is_local=True)
+
+
+def _give(module: nn.Module, name: str, change: Callable[[Any], Any], trial: Trial, x: float) -> None:
+    trial.give(module, name, change)
+
+
+def _rebuild_rope(trial: Trial, x: float, *, rope_type: str, is_whole: bool = True, **more: Any) -> None:
     config, own = copy.deepcopy(trial.model.config), trial.model.model.rotary_emb
     longest = config.max_position_embeddings
-    more = {"factor": x, "original_max_position_embeddings": longest if is_whole else int(longest / x)} if x else {}
+    if x:
+        more = {"factor": x, "original_max_position_embeddings": longest if is_whole else int(longest / x), **more}
     config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], "rope_type": rope_type, **more}
     other = type(own)(config)
     for name in ("inv_freq", "attention_scaling", "rope_type"):
@@ -662,42 +764,43 @@ def _experts(model: nn.Module) -> Iterator[Hypothesis]:
     first: Any = next(iter(routers.values()), None)
     if not isinstance(own := getattr(first, "top_k", None), int):
         return
-
-    def put(name: str, change: Callable[[Any, Any], Any]) -> dict[str, Apply]:
-        return {at: partial(_set, one, name, change) for at, one in routers.items()}
-
     count = int(first.num_experts)
     counts = sorted({1, own - 1, own + 1, 2 * own, count} - {0, own})
-    yield Hypothesis("experts_per_token", "{x:.0f} experts a token", put("top_k", lambda own, x: x), counts)
+    units = {at: partial(_set, one, "top_k", lambda own, x: x) for at, one in routers.items()}
+    yield Hypothesis("experts_per_token", "{x:.0f} experts a token", units, counts)
     if hasattr(first, "norm_topk_prob"):
-        flipped = put("norm_topk_prob", lambda own, x: not own)
-        yield Hypothesis("expert_weights", "expert weights normalised or not, unlike the model", flipped)
+        units = {at: partial(_set, one, "norm_topk_prob", lambda own, x: not own) for at, one in routers.items()}
+        yield Hypothesis("expert_weights", "expert weights normalised or not, unlike the model", units)
+    # By the router's logits, its weights and choices.
     weighed = _hook_all(routers, lambda inputs, out, x: (out[0], out[1] * x, *out[2:]), is_whole=True)
     yield Hypothesis("expert_weights", "expert weights times {x:.4g}", weighed, FAR, "real")
+    sigmoid, shares = torch.sigmoid, lambda z: z.sigmoid() / z.sigmoid().sum(-1, keepdim=True)
+    for words, by in {"sigmoids": sigmoid, "normalised sigmoids": shares, "equal": lambda z: z * 0 + 1 / own}.items():
+        change = lambda inputs, out, x, by=by: (out[0], by(out[0].gather(-1, out[2])), out[2])  # noqa: E731
+        units = _hook_all(routers, change, is_whole=True)
+        yield Hypothesis("expert_weights", f"expert weights: {words}", units)
     for dtype in (torch.bfloat16, torch.float16):
         narrow = {at: partial(_narrow_router, one, dtype) for at, one in routers.items()}
         yield Hypothesis("router_dtype", f"the router in {dtype}", narrow, is_rounding=True)
-    weights = {f"{at}.{name}": Place(one, name, "") for at, one in model.named_modules() if "Experts" in type(one).__name__
-               for name, own in one.named_parameters(recurse=False) if len(own) == count}  # fmt: skip
-    every = torch.arange(count)
+    if count > 16:
+        return
+    owners = {at: [Place(one, name, "") for name, own in one.named_parameters(recurse=False) if len(own) == count]
+              for at, one in model.named_modules() if "Experts" in type(one).__name__}  # fmt: skip
+    singles = {f"{at}.{place.attribute}": [place] for at, places in owners.items() for place in places}
+
+    def change_all(places: Sequence[Place], to: Callable[[Tensor, float], Tensor]) -> Apply:
+        return lambda trial, x: [place.put(to)(trial, x) for place in places]
+
     exchanged, missing = dict[str, Apply](), dict[str, Apply]()
-    for a, b in combinations(range(count), 2) if count <= 16 else ():
-        order = torch.where(every == a, b, torch.where(every == b, a, every))
-        swaps = _put_all(weights, lambda own, x, order=order: own[order])
-        exchanged |= {f"{at} {a} and {b}": one for at, one in swaps.items()}
-        exchanged |= {f"{at} {a} and {b}": one for at, one in _by_owner(swaps).items()}
-    for n in range(count) if count <= 16 else ():
-        blank = _by_owner(_put_all(weights, partial(_blank, n=n)))
-        missing |= {f"{at}.{n}": one for at, one in blank.items()}
+    for at, places in (singles | owners).items():
+        for a, b in combinations(range(count), 2):
+            order = torch.arange(count)
+            order[[a, b]] = torch.tensor([b, a])
+            exchanged[f"{at} {a} and {b}"] = change_all(places, lambda own, x, order=order: own[order])
+    for at, places in owners.items():
+        missing |= {f"{at}.{n}": change_all(places, partial(_blank, n=n)) for n in range(count)}
     yield Hypothesis("expert_order", "experts exchanged", exchanged, is_partial=True)
     yield Hypothesis("weights_missing", "experts set to 0", missing, is_partial=True)
-
-
-def _by_owner(changes: Units) -> dict[str, Apply]:
-    """All changes of one module together."""
-    owners = {name.rpartition(".")[0] for name in changes}
-    mine = {at: [one for name, one in changes.items() if name.rpartition(".")[0] == at] for at in owners}
-    return {at: lambda trial, x, all=each: [one(trial, x) for one in all] for at, each in mine.items()}
 
 
 def _narrow_router(router: Any, dtype: torch.dtype, trial: Trial, x: float) -> None:
@@ -713,7 +816,12 @@ def _narrow_router(router: Any, dtype: torch.dtype, trial: Trial, x: float) -> N
 
 # Quantised weights, activations and caches; coarser dtypes.
 
-CACHES = ("", "read by decoding alone", "keys alone", "values alone")
+CACHES: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    ", read by decoding alone": {"prefill": False},
+    ", keys alone": {"values": None},
+    ", values alone": {"keys": None},
+}
 
 
 def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
@@ -734,25 +842,24 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
         shared = {label: to for label, to in formats.items() if not label.endswith(("per tensor", "per token"))}
         row = FORMATS["fp8"]["float8_e4m3fn per row"] if kind == "fp8" else FORMATS["int8"]["int8 per row"]
         forms = {label: rounded(inner, to) for label, to in shared.items()}
-        for label in [one for one in shared if one.endswith(("per row", "per matrix", "per block"))]:
-            forms[f"{label}, activations per row too"] = forms[label] | inputs(row)
-            if kind != "int4":
-                forms[f"{label}, activations too"] = forms[label] | inputs(shared[label])
-                forms[f"activations alone, {label}"] = inputs(shared[label])
-        yield _first_of(f"{kind}_weights", forms)
+        for label in shared:
+            own = label.replace("per block", "in groups of 128")
+            is_scaled = ", scales" in label
+            if is_scaled or label.endswith(("per row", "per matrix", "per block")):
+                forms[f"{label}, activations per row too"] = forms[label] | inputs(row)
+                if own in shared and (is_scaled or kind != "int4"):
+                    forms[f"{label}, activations {own} too"] = forms[label] | inputs(shared[own])
+                    forms[f"activations alone, {own}"] = inputs(shared[own])
+        yield _first_of(Hypothesis(f"{kind}_weights", label, units, is_rounding=True) for label, units in forms.items())
         # Most engines leave embedding and output layer as they are; some round these.
         for chosen in (*([at] for at in outer), [*outer]):
             places, where = {at: outer[at] for at in chosen}, " and ".join(chosen)
             yield _first_of(
-                f"{kind}_weights", {f"{label}; in {where}": rounded(places, to) for label, to in shared.items()}
+                Hypothesis(f"{kind}_weights", f"{label}; in {where}", rounded(places, to), is_rounding=True)
+                for label, to in shared.items()
             )
     for kind, formats in {**FORMATS, **({"dtype": NARROW} if dtype == "float32" else {})}.items():
-        usual = [label for label in formats if " " not in label or label.endswith(("per row", "scale", "per tensor"))]
-        first, *others = [
-            _cache(kind, label, rounding, parts)
-            for label, rounding in formats.items() for parts in (CACHES if label in usual else CACHES[:1])
-        ]  # fmt: skip
-        yield replace(first, details=partial(list, others))
+        yield _first_of(_list_caches(f"{kind}_kv_cache", formats))
     if dtype != "float32":
         return
     stream = {"": model.get_input_embeddings(), **_find(model, LAYERS)}
@@ -774,18 +881,27 @@ def _narrow_head(head: nn.Module, to: Rounding, trial: Trial, x: float) -> None:
     trial.hook(head, lambda inputs, output: to(output))
 
 
-def _first_of(fault: str, forms: Mapping[str, Units]) -> Hypothesis:
+def _first_of(forms: Iterable[Hypothesis]) -> Hypothesis:
     """The first form; the others are tried where it is promising."""
-    first, *others = (Hypothesis(fault, label, units, is_rounding=True) for label, units in forms.items())
+    first, *others = forms
     return replace(first, details=partial(list, others))
 
 
-def _cache(kind: str, label: str, rounding: Rounding, parts: str) -> Hypothesis:
-    keys, values = (None if parts == f"{other} alone" else rounding for other in ("values", "keys"))
-    is_late = parts == CACHES[1]
-    cache = partial(rounding_cache, keys, values, prefill=not is_late)
-    words, units = (
-        f"KV cache in {label}" + (f", {parts}" if parts else ""),
-        {"": lambda trial, x: setattr(trial, "cache", cache)},
-    )
-    return Hypothesis(f"{kind}_kv_cache", words, units, is_sampling=is_late, is_rounding=True)
+def _list_caches(fault: str, formats: Mapping[str, Rounding]) -> Iterator[Hypothesis]:
+    def by_channel(states: Tensor, to: Rounding) -> Tensor:
+        return to(states.transpose(-1, -2)).transpose(-1, -2)
+
+    for label, to in formats.items():
+        is_usual = " " not in label or label.endswith(("per row", "scale", "per tensor"))
+        forms = {**CACHES} if is_usual else {"": CACHES[""]}
+        for recent in (32, 64, 128) if re.search("row$|of (32|64)$", label) else ():
+            forms[f", older than {recent} tokens"] = {"recent": recent}
+            forms[f", older than {recent} tokens, keys by channel"] = {
+                "recent": recent,
+                "keys": partial(by_channel, to=to),
+            }
+        for words, how in forms.items():
+            cache = partial(rounding_cache, **{"keys": to, "values": to, **how})
+            units = {"": lambda trial, x, cache=cache: setattr(trial, "cache", cache)}
+            is_late = "prefill" in how or "recent" in how
+            yield Hypothesis(fault, f"KV cache in {label}{words}", units, is_sampling=is_late, is_rounding=True)

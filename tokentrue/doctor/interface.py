@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
 
 from tokentrue.doctor.exam import QUESTIONS, Examination, probe
 from tokentrue.doctor.findings import Finding, Verdict, cannot_tell, fault, ok
+from tokentrue.doctor.formats import NARROW
+from tokentrue.doctor.naming import Evidence
 from tokentrue.doctor.reference import Observation
 from tokentrue.errors import (
     EngineContractError,
@@ -42,7 +45,7 @@ CHATS: Mapping[str, Sequence[str]] = {
     "user, assistant, user": ("Hi.", "Hello!", QUESTIONS[2]),
 }
 CLEAR_GAP = 0.3  # nats between the two likeliest tokens: at temperature 0.02 the second is e^-15 times as likely
-DECIMALS = 5
+DIGITS = range(1, 6)
 ENOUGH = 20
 BATCH = 6
 
@@ -134,10 +137,12 @@ async def _observe(exam: Examination) -> Finding:
     prompts = [*exam.prompts(), *(long[:cut] for cut in (48, 96) if cut < len(long) // 2), long]
     sampling = Sampling(temperature=1.0, max_tokens=exam.max_tokens, seed=exam.seed, top_logprobs=4)
     completions = await exam.generate(prompts, sampling)
+    exam.uncertain = _uncertain(prompts, completions)
+    unusual = exam.unusual_prompts()
+    prompts, completions = [*prompts, *unusual], [*completions, *await exam.generate(unusual, sampling)]
     for prompt, completion in zip(prompts, completions, strict=True):
         if completion.token_ids:
             exam.observations.append(Observation.from_completion(prompt, completion))
-    exam.uncertain = _uncertain(prompts, completions)
     size, sampled = exam.reference.vocab_size, [token for one in completions for token in one.token_ids]
     if max(sampled, default=0) >= size:
         return fault("other_model", f"sampled id {max(sampled)} of {size}")
@@ -267,17 +272,18 @@ def _either(name: str, right: str, inside: float, wrong: str, outside: float, li
 
 @probe("meaning: precision on the wire")
 async def _wire(exam: Examination) -> Finding:
-    """Full float32 values have more digits than any rounding leaves."""
+    """Full float32 values, and their probabilities, have more digits than any rounding leaves."""
     values = [value for seen in exam.observations for value in seen.logprobs if abs(value) > 1e-3]
     if len(values) < ENOUGH:
         return cannot_tell(f"only {len(values)} log-probabilities differ from 0")
-    for digits in range(1, DECIMALS + 1):
-        if all(round(value, digits) == value for value in values):
-            return fault("wire_precision", f"{digits} decimals")
-    exact = torch.tensor(values, dtype=torch.float64)
-    for dtype in (torch.bfloat16, torch.float16):
-        if bool((exact.to(dtype).double() == exact).all()):
-            return fault("wire_precision", str(dtype).removeprefix("torch."))
+    grids: dict[str, Callable[[float], float]] = {f"{n} decimals": partial(round, ndigits=n) for n in DIGITS}
+    grids |= {f"{n} digits": lambda value, n=n: float(f"{value:.{n}g}") for n in DIGITS}
+    grids |= {name: lambda value, to=to: float(to(torch.tensor(value))) for name, to in NARROW.items()}
+    chances = [math.exp(value) for value in values]
+    for words, numbers, near in (("", values, 0.0), ("probabilities of ", chances, 1e-6)):
+        for name, to in grids.items():
+            if all(abs(to(one) - one) <= near * abs(one) for one in numbers):
+                return fault("wire_precision", f"{words}{name}")
     return ok(f"{len(values)} values in full precision")
 
 
@@ -328,8 +334,19 @@ async def _batch(exam: Examination) -> Finding:
 
 @probe("stability: prefix cache cold and warm")
 async def _prefix_cache(exam: Examination) -> Finding:
-    """A prompt that was never sent, then again: the second time its prefix may come from the cache."""
-    return await _compare(exam, "prefix_cache", exam.fresh_prompt(160, 0), 12)
+    """A prompt that was never sent, then again: the second time its prefix may come from the cache. Then prompts that go
+    on after answers of this engine: a difference from the reference that is at no other prompt is the cache's."""
+    found = await _compare(exam, "prefix_cache", exam.fresh_prompt(160, 0), 12)
+    if found.verdict is not Verdict.OK or exam.evidence is None or exam.evidence.departs:
+        return found
+    prompts = [(*seen.token_ids, *exam.prompts()[-1]) for seen in exam.observations[:3]]
+    answers = await exam.generate(prompts, Sampling(max_tokens=12, seed=exam.seed, top_logprobs=4))
+    seen = [Observation.from_completion(*pair) for pair in zip(prompts, answers, strict=True) if pair[1].token_ids]
+    follow = Evidence(exam.reference, seen, exam.dtype)
+    if follow.size(follow.e) < 2 * follow.limit:
+        return found
+    mean = float(follow.e.abs().mean())
+    return fault("prefix_cache", f"mean |δ| {mean:.2g} after answers of the engine, and none after other prompts")
 
 
 @probe("stability: prefill and decode")

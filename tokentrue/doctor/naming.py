@@ -183,7 +183,9 @@ class Evidence:
                 mine = mine & self.is_chosen
                 own, end = self.truth[mine].roll(-trial.align), 0 if trial.align < 0 else -1
                 own[end] = self.engine[mine][end]  # at the ends anything may be
-            found[number][mine] = own if trial.reports is None else trial.reports(own)
+            if trial.reports is not None:
+                own = trial.reports(own, self.observations[n], computed.get(at, self.logits[n]))
+            found[number][mine] = own
         return [one.nan_to_num(nan=-1e3, neginf=-1e3) for one in found]
 
 
@@ -553,7 +555,10 @@ def _list_parts(few: Tokens, more: Tokens, best: Fit) -> list[Hypothesis]:
         return [*(hypothesis.within([name]) for name in hypothesis.units), *found]
     if len(hypothesis.units) < 2:
         return found
-    is_asked = hypothesis.fault in ASKED and hypothesis.span is None
+    if few.data.is_exact and not is_alike and ratio > 1 and len(hypothesis.units) <= FEW and not hypothesis.grid[1:]:
+        # A large change in one layer has not the effect of one in all.
+        return [*(hypothesis.within([name]) for name in hypothesis.units), *found]
+    is_asked = hypothesis.fault in ASKED and hypothesis.span in (None, _sampled)
     if not is_asked:
         if not is_alike or (hypothesis.is_rounding and not 0.3 < ratio < 10):
             return found
@@ -697,4 +702,7 @@ def judge_draws(data: Evidence) -> Finding:
     if doubt:
         advice = "compare the sampler's settings with those of the request"
         return fault("unknown", figure, confidence="low", detail=f"{doubt}. Next: {advice}")
-    return fault(causes[0], figure, detail=f"draws of {words}, which the log-probabilities do not contain")
+    # The draws are of another temperature than the reports: either may be what was not asked for.
+    others = ("sampled_temperature",) if causes == ("temperature_ignored",) else ()
+    detail = f"draws of {words}, which the log-probabilities do not contain"
+    return fault(causes[0], figure, detail=detail, alternatives=others, confidence="medium" if others else "high")

@@ -50,6 +50,7 @@ def judge_causes(exam: Examination, evidence: Evidence, *, is_output: bool = Fal
         previous=exam.previous,
         specials=exam.special_ids(),
         stops=exam.renderer.stop_token_ids,
+        rewrites=exam.rewrites(),
         dtype=exam.dtype,
     )
     chosen = (one for one in hypotheses if one.is_output or not is_output)
