@@ -555,9 +555,9 @@ def _list_parts(few: Tokens, more: Tokens, best: Fit) -> list[Hypothesis]:
         return [*(hypothesis.within([name]) for name in hypothesis.units), *found]
     if len(hypothesis.units) < 2:
         return found
-    if few.data.is_exact and not is_alike and ratio > 1 and len(hypothesis.units) <= FEW and not hypothesis.grid[1:]:
-        # A large change in one layer has not the effect of one in all.
-        return [*(hypothesis.within([name]) for name in hypothesis.units), *found]
+    if few.data.is_exact and ratio > 1.5 and len(hypothesis.units) <= FEW and len(hypothesis.grid) == 1:
+        # The effects of large changes do not add up.
+        found += [hypothesis.within([name]) for name in hypothesis.units]
     is_asked = hypothesis.fault in ASKED and hypothesis.span in (None, _sampled)
     if not is_asked:
         if not is_alike or (hypothesis.is_rounding and not 0.3 < ratio < 10):
@@ -665,44 +665,44 @@ def judge_draws(data: Evidence) -> Finding:
     likeliest = logits.topk(min(LIKELIEST, logits.shape[-1])).values.double()
     plain = drawn.double() - logits.logsumexp(dim=-1, keepdim=True)
     luck = torch.rand((len(chosen), 1), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found: dict[tuple[str, ...], list[tuple[float, float, str]]] = {}
-    unevenness: dict[str, float] = {}  # of the draws' places in each distribution
+    # By cause: gains on both halves, words, and unevenness of the draws' places in the distribution.
+    found: dict[tuple[str, ...], list[tuple[float, float, str, float]]] = {}
     for t in TEMPERATURES:
         total = (logits / t).logsumexp(dim=-1, keepdim=True)
         own, probs = drawn.double() / t - total, (likeliest / t - total).exp()
-        mass = probs.cumsum(dim=-1)
-        at = rank.clamp(max=probs.shape[-1] - 1)
+        mass, at = probs.cumsum(dim=-1), rank.clamp(max=probs.shape[-1] - 1)
         place = mass.gather(1, at) - luck * probs.gather(1, at)
         for name, x in (("", 0.0), *((name, x) for name, grid in FILTERS.items() for x in grid)):
             kept = count_kept(probs, name, x) if name else torch.full_like(rank, probs.shape[-1])
             top = mass.gather(1, kept - 1) if name else torch.ones_like(plain)
             gains = torch.where(rank < kept, own - plain - top.log(), -torch.inf if name else own - plain)
-            parts = [("temperature_ignored", f"temperature {t:g}")] * (t != 1)
-            parts += [("sampled_filters", f"{name} {x:g}")] * bool(name)
-            causes, words = tuple(cause for cause, _ in parts), " and ".join(word for _, word in parts)
+            parts = {"temperature_ignored": f"temperature {t:g}"} if t != 1 else {}
+            parts |= {"sampled_filters": f"{name} {x:g}"} if name else {}
             even = (place / top).clamp(max=1).flatten().sort().values - torch.linspace(0, 1, len(chosen))
-            unevenness[words] = float(even.abs().max()) * math.sqrt(len(chosen))
-            found.setdefault(causes, []).append((float(gains[::2].sum()), float(gains[1::2].sum()), words))
+            uneven = float(even.abs().max()) * math.sqrt(len(chosen))
+            halves = float(gains[::2].sum()), float(gains[1::2].sum())
+            found.setdefault((*parts,), []).append((*halves, " and ".join(parts.values()), uneven))
     # Each half is tried under what fits the other one best.
-    tested: dict[tuple[str, ...], tuple[float, str]] = {}
+    tested = dict[tuple[str, ...], tuple[float, str, float]]()
     for causes, tried in found.items():
         first, second = max(tried), max(tried, key=lambda one: one[1])
-        tested[causes] = first[1] + second[0], first[2]
-    (gain, causes), (other, rival) = sorted(((tested[one][0], one) for one in tested if len(one) == 1), reverse=True)
+        tested[causes] = first[1] + second[0], *first[2:]
+    causes, rival = sorted((one for one in tested if len(one) == 1), key=lambda one: tested[one], reverse=True)
     both = next(one for one in tested if len(one) == 2)
-    if tested[both][0] > gain + TIE:
-        (gain, _), causes, other = tested[both], both, -torch.inf
-    words = tested[causes][1]
+    other = tested[rival][0]
+    if tested[both][0] > tested[causes][0] + TIE:
+        causes, other = both, -torch.inf
+    gain, words, uneven = tested[causes]
     if gain < -math.log(CHANCE):
         return ok(f"{len(chosen)} draws follow the reported distribution")
     figure = f"{len(chosen)} draws; e^{gain:.0f} times likelier under {words}"
     doubt = f"cannot be told apart from {tested[rival][1]}" if other > gain - TIE / 2 else ""
-    if unevenness[words] > UNEVEN:
+    if uneven > UNEVEN:
         doubt = f"nearest: {words}, under which such draws are rare, too"
     if doubt:
         advice = "compare the sampler's settings with those of the request"
         return fault("unknown", figure, confidence="low", detail=f"{doubt}. Next: {advice}")
-    # The draws are of another temperature than the reports: either may be what was not asked for.
+    # Draws of another temperature than the reports: either may be what was not asked for.
     others = ("sampled_temperature",) if causes == ("temperature_ignored",) else ()
     detail = f"draws of {words}, which the log-probabilities do not contain"
     return fault(causes[0], figure, detail=detail, alternatives=others, confidence="medium" if others else "high")
