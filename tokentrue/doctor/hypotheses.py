@@ -122,13 +122,7 @@ def list_hypotheses(
 
 
 def _on(
-    what: str,
-    fault: str,
-    label: str,
-    change: Callable[..., Any],
-    grid: Sequence[float] = (0.0,),
-    fit: str = "",
-    **how: Any,
+    what: str, fault: str, label: str, change: Any, grid: Sequence[float] = (0.0,), fit: str = "", **how: Any
 ) -> Hypothesis:
     """A change of the trial's `inputs`, `positions`, `outputs` or `reports`."""
     units = {"": lambda trial, x: setattr(trial, what, lambda *given: change(*given, x))}
@@ -153,13 +147,9 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
 
     capped = lambda z, seen, x: x * torch.tanh(z / x)  # noqa: E731
     padding = "unused rows of the output layer weigh e^{x:.2f} in the softmax"
-    drops, shifts, halves = (
-        (1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
-        (-2, -1, 1, 2, 8, 32),
-        (1 / math.log(10), 1 / math.log(2)),
-    )
+    drops, shifts, bases = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (-2, -1, 1, 2, 8, 32), [1 / math.log(n) for n in (10, 2)]
     rows: tuple[tuple[Any, ...], ...] = (
-        ("reports", "log_base", "log-probabilities times {x:.4g}", lambda own, seen, z, x: own * x, (*halves, *FAR), "real"),
+        ("reports", "log_base", "log-probabilities times {x:.4g}", lambda own, seen, z, x: own * x, (*bases, *FAR), "real"),
         ("reports", "bad_logprobs", "none below {x:.3g}", lambda own, seen, z, x: own.clamp(min=x), (-1, -2, -3, -4, -5, -8, -12), "real"),
         ("outputs", "sampled_temperature", "logits divided by {x:.4g}", lambda z, seen, x: z / x, FAR, "real"),
         ("outputs", "vocab_padding", padding, lambda z, seen, x: pad(z, (0, 1), value=x), range(-2, 26, 2), "real"),
@@ -174,13 +164,8 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
         ("positions", "decode_positions", "no position beyond {x:.0f}", lambda i, n, x: i.clamp(max=x), LENGTHS, "whole"),
         *(("inputs", "bos_added", "token {x:.0f} before the prompt", lambda seen, x: seen.edit(0, 0, (x,)), specials) for _ in specials[:1]),
     )  # fmt: skip
-    yield Hypothesis(
-        "off_by_one",
-        "the log-probability {x:+.0f} places on",
-        {"": lambda trial, x: setattr(trial, "align", x)},
-        (-1, 1),
-        is_output=True,
-    )
+    neighbour = {"": lambda trial, x: setattr(trial, "align", x)}
+    yield Hypothesis("off_by_one", "the log-probability {x:+.0f} places on", neighbour, (-1, 1), is_output=True)
     yield from (_on(*row) for row in rows)
     early: dict[str, Any] = {"is_sampling": True}
     label = "log-probabilities normalised over the {x:.0f} likeliest"
@@ -670,10 +655,11 @@ def _list_activations(model: nn.Module) -> Iterator[Hypothesis]:
         yield Hypothesis("activation", f"{words} as activation", units)
     # Gated units: of the value before the activation, and of the one that it is multiplied by.
     top, both = lambda z, x: z.clamp(max=x), lambda z, x: z.clamp(-x, x)
+    sizes = [0.25 * 2 ** (n / 2) for n in range(15)]
     gates: tuple[tuple[str, Any, Any, Sequence[float]], ...] = (
-        ("gate values at most {x:.4g}, the others within it", top, both, (0.5, 1, 2, 4, 7, 10, 20)),
-        ("gate values at most {x:.4g}", top, None, (0.5, 1, 2, 4, 7, 10, 20)),
-        ("gate and other values within {x:.4g}", both, both, (0.5, 1, 2, 4, 7, 10, 20)),
+        ("gate values at most {x:.4g}, the others within it", top, both, sizes),
+        ("gate values at most {x:.4g}", top, None, sizes),
+        ("gate and other values within {x:.4g}", both, both, sizes),
         ("{x:+.0f} added to what the gate multiplies", None, lambda z, x: z + x, (1,)),
     )  # fmt: skip
     owners = _having(model, "gate_proj", "up_proj")
@@ -817,7 +803,6 @@ def _narrow_router(router: Any, dtype: torch.dtype, trial: Trial, x: float) -> N
 # Quantised weights, activations and caches; coarser dtypes.
 
 CACHES: Mapping[str, Mapping[str, Any]] = {
-    "": {},
     ", read by decoding alone": {"prefill": False},
     ", keys alone": {"values": None},
     ", values alone": {"keys": None},
@@ -850,16 +835,19 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
                 if own in shared and (is_scaled or kind != "int4"):
                     forms[f"{label}, activations {own} too"] = forms[label] | inputs(shared[own])
                     forms[f"activations alone, {own}"] = inputs(shared[own])
-        yield _first_of(Hypothesis(f"{kind}_weights", label, units, is_rounding=True) for label, units in forms.items())
+        yield from _first_of(
+            Hypothesis(f"{kind}_weights", label, units, is_rounding=True) for label, units in forms.items()
+        )
         # Most engines leave embedding and output layer as they are; some round these.
         for chosen in (*([at] for at in outer), [*outer]):
             places, where = {at: outer[at] for at in chosen}, " and ".join(chosen)
-            yield _first_of(
+            yield from _first_of(
                 Hypothesis(f"{kind}_weights", f"{label}; in {where}", rounded(places, to), is_rounding=True)
                 for label, to in shared.items()
             )
     for kind, formats in {**FORMATS, **({"dtype": NARROW} if dtype == "float32" else {})}.items():
-        yield _first_of(_list_caches(f"{kind}_kv_cache", formats))
+        for is_old in (False, True):
+            yield from _first_of(_list_caches(f"{kind}_kv_cache", formats, is_old))
     if dtype != "float32":
         return
     stream = {"": model.get_input_embeddings(), **_find(model, LAYERS)}
@@ -881,27 +869,31 @@ def _narrow_head(head: nn.Module, to: Rounding, trial: Trial, x: float) -> None:
     trial.hook(head, lambda inputs, output: to(output))
 
 
-def _first_of(forms: Iterable[Hypothesis]) -> Hypothesis:
+def _first_of(forms: Iterable[Hypothesis]) -> list[Hypothesis]:
     """The first form; the others are tried where it is promising."""
-    first, *others = forms
-    return replace(first, details=partial(list, others))
+    found = [*forms]
+    return [replace(found[0], details=lambda: found[1:])] if found else []
 
 
-def _list_caches(fault: str, formats: Mapping[str, Rounding]) -> Iterator[Hypothesis]:
+def _list_caches(fault: str, formats: Mapping[str, Rounding], is_old: bool) -> Iterator[Hypothesis]:
+    """`is_old`: the last tokens are not rounded."""
+
     def by_channel(states: Tensor, to: Rounding) -> Tensor:
         return to(states.transpose(-1, -2)).transpose(-1, -2)
 
     for label, to in formats.items():
-        is_usual = " " not in label or label.endswith(("per row", "scale", "per tensor"))
-        forms = {**CACHES} if is_usual else {"": CACHES[""]}
-        for recent in (32, 64, 128) if re.search("row$|of (32|64)$", label) else ():
-            forms[f", older than {recent} tokens"] = {"recent": recent}
-            forms[f", older than {recent} tokens, keys by channel"] = {
-                "recent": recent,
-                "keys": partial(by_channel, to=to),
-            }
+        forms: dict[str, Mapping[str, Any]] = {} if is_old else {"": {}}
+        if is_old and re.search("row$|of (32|64)$", label):
+            for recent in (32, 64, 128):
+                forms[f", older than {recent} tokens, keys by channel"] = {
+                    "recent": recent,
+                    "keys": partial(by_channel, to=to),
+                }
+                forms[f", older than {recent} tokens"] = {"recent": recent}
+        elif not is_old and (" " not in label or label.endswith(("per row", "scale", "per tensor"))):
+            forms |= CACHES
         for words, how in forms.items():
             cache = partial(rounding_cache, **{"keys": to, "values": to, **how})
             units = {"": lambda trial, x, cache=cache: setattr(trial, "cache", cache)}
-            is_late = "prefill" in how or "recent" in how
+            is_late = is_old or "prefill" in how
             yield Hypothesis(fault, f"KV cache in {label}{words}", units, is_sampling=is_late, is_rounding=True)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tokentrue.doctor.findings import Finding, fault, ok
+from tokentrue.doctor.formats import NARROW
 from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, biased, count_kept, edited
 from tokentrue.doctor.reference import (
     Observation,
@@ -238,9 +239,8 @@ def judge(
     fits = fit_all(data, hypotheses if departs else (one for one in hypotheses if not one.is_partial))
     confirmed = [one for one in fits if is_confirmed(data, one)]
     if not confirmed and departs:
-        more = [*solve_bias(data), *search_edits(data, prefixes)]
-        fits = [*Tokens(data, 10**9).sort([Fit(hypothesis=one, x=0.0) for one in more]), *fits]
-        fits = [*(fit_dtypes(data) if data.is_exact else ()), *fits]
+        more = [Fit(hypothesis=one, x=0.0) for one in (*solve_bias(data), *search_edits(data, prefixes))]
+        fits = [*(fit_dtypes(data) if data.is_exact else ()), *Tokens(data, 10**9).sort(more), *fits]
         confirmed = [one for one in fits if is_confirmed(data, one)]
     confirmed.sort(key=lambda one: one.hypothesis.is_general)
     for best in confirmed[:1]:
@@ -310,7 +310,7 @@ def has_more(data: Evidence, best: Fit, fits: Sequence[Fit]) -> bool:
 def fit_dtypes(data: Evidence) -> list[Fit]:
     """A coarser dtype in several orders of rounding; how far these are apart is what it may leave."""
     found = list[Fit]()
-    for dtype in ("bfloat16", "float16"):
+    for dtype in NARROW:
         hypothesis = Hypothesis(f"dtype_{dtype}", f"weights and operators in {dtype}", {})
         _, *orders = data.orders(dtype)  # the first rounds no weights
         own = max(data.size(one - other, data.held) for one in orders for other in orders)
@@ -365,30 +365,24 @@ class Tokens:
     """Observations of a search, and their half of the fit: those that show most of the difference per token."""
 
     def __init__(self, data: Evidence, least: int) -> None:
-        self.data = data
-
         def worth(n: int) -> float:
             seen = data.observations[n]
             return data.size(data.e, data.owner == n) * len(seen.positions) / len(seen.token_ids)
 
         ordered = sorted(range(len(data.observations)), key=worth, reverse=True)
         rows = torch.tensor([len(data.observations[n].positions) for n in ordered]).cumsum(0)
-        self.only = ordered[: 1 + int((rows < least).sum())]
+        self.data, self.only = data, ordered[: 1 + int((rows < least).sum())]
         self.inside = torch.isin(data.owner, torch.tensor(self.only)) & ~data.held
         self.whole = data.size(data.e, self.inside)
         # What noise correlates with by itself; float32 has none.
         self.alike = ALIKE if data.is_exact else 3 / math.sqrt(int((self.inside & data.is_chosen).sum()) + 1)
 
     def try_all(self, tried: Sequence[tuple[Hypothesis, float]]) -> list[Fit | None]:
-        found: list[Fit | None] = []
-        for (hypothesis, x), predicted in zip(tried, self.data.predict(tried, self.only), strict=True):
-            if predicted is None:
-                found.append(None)
-                continue
-            residual = self.data.engine - predicted
-            left = self.data.size(residual, self.inside)
-            found.append(Fit(hypothesis=hypothesis, x=x, left=left, residual=residual))
-        return found
+        def fit(hypothesis: Hypothesis, x: float, residual: Tensor) -> Fit:
+            return Fit(hypothesis=hypothesis, x=x, left=self.data.size(residual, self.inside), residual=residual)
+
+        pairs = zip(tried, self.data.predict(tried, self.only), strict=True)
+        return [None if found is None else fit(*one, self.data.engine - found) for one, found in pairs]
 
     def sort(self, fits: Sequence[Fit]) -> list[Fit]:
         """The same fits on these tokens, best first."""
@@ -399,8 +393,7 @@ class Tokens:
         """All values of their grids; each third one where the numbers between are fitted."""
         grids = [one.grid[:: 3 if one.fit else 1] for one in hypotheses]
         found = iter(self.try_all([(one, x) for one, grid in zip(hypotheses, grids, strict=True) for x in grid]))
-        tried = [{x: next(found) for x in grid} for grid in grids]
-        return [{x: fit for x, fit in one.items() if fit is not None} for one in tried]
+        return [{x: fit for x in grid if (fit := next(found)) is not None} for grid in grids]
 
     def correlate(self, fit: Fit) -> float:
         """Prediction and difference, each token's scale taken out: one large token decides nothing."""
@@ -412,16 +405,17 @@ class Tokens:
     def fit_number(self, hypothesis: Hypothesis, tried: dict[float, Fit], alike: float) -> Fit:
         """Where a third of the grid is promising, all of it, and the numbers between, ever narrower."""
 
-        def extend(numbers: Iterable[float]) -> None:
+        def extend(numbers: Iterable[float]) -> Fit:
             new = [x for x in dict.fromkeys(numbers) if x not in tried]
             found = self.try_all([(hypothesis, x) for x in new])
             tried.update({x: one for x, one in zip(new, found, strict=True) if one is not None})
+            return min(tried.values(), key=lambda one: one.left)
 
+        best, grid, fit = extend(()), hypothesis.grid, hypothesis.fit
         # A number on the wrong side of the model's moves everything the other way.
         likeness = max(abs(self.correlate(one)) for one in tried.values())
-        if likeness > alike / 2 or _best(tried).left < PROMISING * self.whole:
-            extend(hypothesis.grid)
-        best, grid, fit = _best(tried), hypothesis.grid, hypothesis.fit
+        if likeness > alike / 2 or best.left < PROMISING * self.whole:
+            best = extend(grid)
         if not fit or best.left >= PROMISING * self.whole:
             return best
         there, back, least = (math.log, math.exp, 1) if min(grid) > 0 else (float, float, round(min(grid)) - 99)
@@ -431,8 +425,7 @@ class Tokens:
         for step in range(16):
             wide /= 2.2
             near = [back(place) for place in (there(best.x) - wide, there(best.x) + wide)]
-            extend(max(least, round(x)) for x in near) if fit == "whole" else extend(near)
-            best = _best(tried)
+            best = extend([max(least, round(x)) for x in near] if fit == "whole" else near)
             explained = 1 - best.left / self.whole
             if (step > 1 and self.data.is_exact and explained < 0.3) or (step > 6 and explained < 0.7):
                 break  # more digits of a number that explains little
@@ -486,10 +479,6 @@ class Tokens:
                 break
             chosen, cost = best, costs[best]
         return hypothesis.within(chosen)
-
-
-def _best(tried: dict[float, Fit]) -> Fit:
-    return min(tried.values(), key=lambda one: one.left)
 
 
 def _has_size(hypothesis: Hypothesis) -> bool:
