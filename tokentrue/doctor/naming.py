@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import field, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, biase
 from tokentrue.doctor.reference import (
     Observation,
     Reference,
-    Trial,
     WideSums,
     compute_batch,
     compute_logits,
@@ -151,41 +149,33 @@ class Evidence:
     ) -> list[Tensor | None]:
         """Log-probabilities that engines with these causes report, by their numbers; entries of other observations stay
         as they are. None: this model's shapes do not allow it. `again`: in another order of rounding."""
-        found: list[Tensor | None] = []
-        for start in range(0, len(tried), self.at_once):
-            some = tried[start : start + self.at_once]
-            try:
-                found += self._run(some, only, again)
-            except RuntimeError:
-                alone = ([None] if len(some) == 1 else self.predict([one], only, again=again) for one in some)
-                found += chain.from_iterable(alone)
-        return found
+        if len(tried) > self.at_once:
+            parts = [tried[start : start + self.at_once] for start in range(0, len(tried), self.at_once)]
+            return [one for part in parts for one in self.predict(part, only, again=again)]
+        try:
+            return [*self._run(tried, only, again)]
+        except RuntimeError:
+            return [None] if len(tried) == 1 else [self.predict([one], only, again=again)[0] for one in tried]
 
     def _run(self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], again: bool) -> list[Tensor]:
-        places, pairs, wanted = list[tuple[int, int]](), list[tuple[Observation, Trial]](), list[int]()
         trials = [hypothesis.make_trial(self.reference, x) for hypothesis, x in tried]
-        for number, ((hypothesis, _), trial) in enumerate(zip(tried, trials, strict=True)):
-            if again and not self.is_exact:
-                trial.round_modules(getattr(torch, self.dtype))
-            for n in only:
-                if not (hypothesis.is_sampling and self.observations[n].is_prompt):
-                    places.append((number, n))
-                    if again or not hypothesis.is_output:
-                        wanted.append(len(places) - 1)
-                        pairs.append((self.observations[n], trial))
+        for trial in trials if again and not self.is_exact else ():
+            trial.round_modules(getattr(torch, self.dtype))
+        asked, seen = [one for one, _ in tried], self.observations
+        places = [(k, n) for k, one in enumerate(asked) for n in only if not (one.is_sampling and seen[n].is_prompt)]
+        wanted = [(k, n) for k, n in places if again or not asked[k].is_output]
         with _eager(self.reference.model, again and self.is_exact):
-            seen, under = [one for one, _ in pairs], [trial for _, trial in pairs]
-            rows = compute_batch(self.reference.model, seen, under)
+            rows = compute_batch(self.reference.model, [seen[n] for _, n in wanted], [trials[k] for k, _ in wanted])
         computed, found = dict(zip(wanted, rows, strict=True)), [self.truth.clone() for _ in tried]
-        for at, (number, n) in enumerate(places):
-            trial, mine = trials[number], self.owner == n
-            own = read_entries(self.observations[n], computed.get(at, self.logits[n]), trial.outputs)
+        for number, n in places:
+            trial, mine, logits = trials[number], self.owner == n, computed.get((number, n), self.logits[n])
+            own = read_entries(seen[n], logits, trial.outputs)
             if trial.align:
                 mine = mine & self.is_chosen
                 own, end = self.truth[mine].roll(-trial.align), 0 if trial.align < 0 else -1
                 own[end] = self.engine[mine][end]  # at the ends anything may be
             if trial.reports is not None:
-                own = trial.reports(own, self.observations[n], computed.get(at, self.logits[n]))
+                own = trial.reports(own, seen[n], logits)
             found[number][mine] = own
         return [one.nan_to_num(nan=-1e3, neginf=-1e3) for one in found]
 
@@ -437,13 +427,11 @@ class Tokens:
         is_fitted = _has_size(hypothesis)
         # An effect's curvature is a part of its size, so large differences count no more than small ones.
         scale = 1 / (data.spread.square() + (0.3 * data.e).square()).sqrt()[inside]
-        target, spread = data.e[inside].clamp(-WORST, WORST), data.spread[inside]
+        target, spread, truth = data.e[inside].clamp(-WORST, WORST), data.spread[inside], data.truth
 
         def compute_effects(sets: Sequence[Iterable[str]]) -> list[Tensor]:
             predicted = data.predict([(hypothesis.within(names), x) for names in sets], self.only)
-            return [
-                ((data.truth if one is None else one) - data.truth)[inside].clamp(-WORST, WORST) for one in predicted
-            ]
+            return [((truth if one is None else one) - truth)[inside].clamp(-WORST, WORST) for one in predicted]
 
         def cost_of(effect: Tensor) -> float:
             return float(((target - effect) / spread).abs().sum())
@@ -603,15 +591,14 @@ def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hy
     # Of prompts before: place (from the end if negative), how many are dropped, which are put there.
     known: list[tuple[int, int, tuple[int, ...]]] = []
     for number, n in enumerate(sorted(places, key=lambda n: len(data.observations[n].token_ids))):
-        seen = data.observations[n]
-        short, tried, sent = seen.first(10), [*known], seen.prompt_tokens
+        seen, tried = data.observations[n], [*known]
+        short, ids, sent = seen.first(10), seen.token_ids, seen.prompt_tokens
         if number < 2 and sent <= 160:
-            ids = seen.token_ids
             tried += [(at, count, ()) for count in (1, 2, 3, 4, 5, 6, 8) for at in range(sent - count + 1)]
             tried += [(at, 0, (ids[at],)) for at in range(sent)]
             tried += [(at, 2, (ids[at + 1], ids[at])) for at in range(sent - 1)]
-            ends = {*range(min(6, sent)), *range(max(0, sent - 6), sent + 1)}
-            tried += [(at, drop, put) for at in sorted(ends) for put in prefixes for drop in (0, 1)]
+            ends = sorted({*range(min(6, sent)), *range(max(0, sent - 6), sent + 1)})
+            tried += [(at, drop, put) for at in ends for put in prefixes for drop in (0, 1)]
         row, _, reported = short.targets
         costs: list[float] = []
         for start in range(0, len(tried), 64):
@@ -619,10 +606,9 @@ def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hy
             for logits in compute_batch(data.reference.model, some):
                 off = (read_entries(short, logits) - reported)[row % 2 == 0].abs() / data.spread.median()
                 costs.append(float(off.clamp(max=WORST).mean()))
-        best = min(range(len(costs)), key=lambda at: costs[at], default=-1)
-        if best >= 0 and costs[best] < (data.limit if data.is_exact else 2 * data.limit):
-            at, drop, put = tried[best]
-            edits[seen.token_ids] = _edit(seen, at, drop, put)
+        cost, (at, drop, put) = min(zip(costs, tried, strict=True), default=(math.inf, (0, 0, ())))
+        if cost < (data.limit if data.is_exact else 2 * data.limit):
+            edits[ids] = _edit(seen, at, drop, put)
             known += [(at, drop, put), (at - sent if at < sent else 10**6, drop, put)]
         elif number == 1 and not edits:
             break
