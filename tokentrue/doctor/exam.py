@@ -106,15 +106,12 @@ class Examination:
         """Runs of ids that may be put into a prompt: markers, white space, and system messages that templates add."""
         plain = self.render(QUESTIONS[0])
         found = [(one,) for one in self.special_ids()]
-        found += [
-            tuple(self.renderer.encode_sampled(text))
-            for text in (" ", "\n", "\n\n", "<think>\n", "<think>\n\n</think>\n\n")
-        ]
+        texts = (" ", "\n", "\n\n", "<think>\n", "<think>\n\n</think>\n\n")
+        found += [tuple(self.renderer.encode_sampled(text)) for text in texts]
         for text in ("You are a helpful assistant.", "You are a helpful assistant", ""):
+            messages = [{"role": "system", "content": text}, {"role": "user", "content": QUESTIONS[0]}]
             try:
-                ids = self.renderer.render(
-                    [{"role": "system", "content": text}, {"role": "user", "content": QUESTIONS[0]}]
-                )
+                ids = self.renderer.render(messages)
             except RenderError:
                 continue
             if tuple(ids.token_ids[-len(plain) + 1 :]) == plain[1:]:
@@ -125,10 +122,17 @@ class Examination:
         """What an engine that works on text may make of the ids that it is sent."""
         decode, encode = self.renderer.decode, self.renderer.encode_sampled
         markers = {one for one in self.special_ids() if MARKER.fullmatch(decode([one]))}
+
+        def render_again(ids: tuple[int, ...]) -> tuple[int, ...]:
+            try:
+                return self.render(decode(ids))
+            except RenderError:
+                return ids
+
         return {
             "prompts decoded and encoded again": lambda ids: tuple(encode(decode(ids))),
             "prompts without special tokens": lambda ids: tuple(one for one in ids if one not in markers),
-            "prompts as texts of a user's message": lambda ids: self.render(decode(ids)),
+            "prompts as texts of a user's message": render_again,
         }
 
     def unusual_prompts(self) -> list[tuple[int, ...]]:
