@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Rounding: TypeAlias = Callable[[Tensor], Tensor]
-Codec: TypeAlias = Callable[[Tensor, Any], Tensor]  # of a value, and the dimensions that share a scale
+Codec: TypeAlias = Callable[..., Tensor]  # of a value, and the dimensions that share a scale
 # Rows of a cache are one head's of one token, its matrices one head's, its columns channels.
 SCOPES: Mapping[str, Any] = {"row": -1, "matrix": (-2, -1), "column": -2, "token": (-3, -1), "tensor": (-3, -2, -1)}
 NF4 = (-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803, 0.1609302,
@@ -112,32 +112,30 @@ def _integer_formats(bits: int) -> dict[str, Rounding]:
     }
 
 
-def _float_formats(dtype: torch.dtype, *scopes: str | int) -> dict[str, Rounding]:
-    name, codec = str(dtype).removeprefix("torch."), partial(_scaled, top=torch.finfo(dtype).max)
-    codec, (_, two, exponents, *_) = partial(codec, code=partial(_cast, dtype=dtype)), SCALES
-    return {
-        **_scoped(name, codec, "row", "", "matrix", "tensor", *scopes),
-        **_scoped(name, codec, "row", "block", 128, scales=two),
-        **_scoped(name, codec, 32, scales=exponents),
-    }
+def _float8(dtype: torch.dtype) -> Codec:
+    return partial(_scaled, top=torch.finfo(dtype).max, code=partial(_cast, dtype=dtype))
 
 
+_, TWO, EXPONENTS, _, FLOAT8 = SCALES
+_e4m3, _e5m2, _fnuz = map(_float8, (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz))
 _nf4, _fp4 = (partial(_scaled, top=each[-1], code=partial(_nearest, codes=torch.tensor(each))) for each in (NF4, FP4))
 FORMATS: Mapping[str, Mapping[str, Rounding]] = {
     "int8": _integer_formats(8),
     "fp8": {
-        **_float_formats(torch.float8_e4m3fn, "column", "block", "64block", 32, 64, 128),
-        **_float_formats(torch.float8_e5m2),
-        **_float_formats(torch.float8_e4m3fnuz),
+        **_scoped("float8_e4m3fn", _e4m3, "row", "", "matrix", "tensor", "column", "block", "64block", 32, 64, 128),
+        **_scoped("float8_e4m3fn", _e4m3, "row", "block", 128, scales=TWO),
+        **_scoped("float8_e4m3fn", _e4m3, 32, scales=EXPONENTS),
+        **_scoped("float8_e5m2", _e5m2, "row", "", "matrix", "tensor"),
+        **_scoped("float8_e4m3fnuz", _fnuz, "row", "", "matrix", "tensor"),
     },
     "int4": {
         **_integer_formats(4),
         **_scoped("Q4_0", _from_largest, 32),
         **_scoped("nf4", _nf4, 64, "row"),
         **_scoped("fp4", _fp4, 16, 32, "row"),
-        **_scoped("fp4", _fp4, 16, scales=", scales float8"),
-        **_scoped("fp4", _fp4, 32, scales=", scales powers of 2 by exponents"),
-        **_scoped("fp4", _fp4, 32, scales=", scales powers of 2"),
+        **_scoped("fp4", _fp4, 16, scales=FLOAT8),
+        **_scoped("fp4", _fp4, 32, scales=EXPONENTS),
+        **_scoped("fp4", _fp4, 32, scales=TWO),
     },
 }
 NARROW: Mapping[str, Rounding] = {"bfloat16": lambda s: s.bfloat16().float(), "float16": lambda s: s.half().float()}

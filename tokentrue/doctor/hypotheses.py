@@ -32,7 +32,7 @@ Rows: TypeAlias = Iterable[tuple[Any, ...]]  # arguments of a hypothesis; a dict
 # A change of 2% or more is near one of these; 1 changes nothing.
 FAR = (0.5, 0.25, 1.0, 2.0, 0.8, 4.0, 1.03, 0.97, 1.25)
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
-PAGES = (4, 8, 16, 32, 64)
+PAGES, CHUNKS = (4, 8, 16, 32, 64), (16, 32, 64, 128, 256, 512)
 FEW = (1, 2, 4, 8, 16, 32)
 LAST = ("o_proj.weight", "down_proj.weight")  # whose sums tensor parallelism splits
 LAYERS = r"(^|\.)(layers|h|blocks)\.\d+$"
@@ -115,7 +115,7 @@ def list_hypotheses(
 
 def _read(rows: Rows, make: Callable[..., Hypothesis] = Hypothesis) -> Iterator[Hypothesis]:
     for row in rows:
-        values, named = (row[:-1], row[-1]) if isinstance(row[-1], dict) and len(row) > 3 else (row, {})
+        values, named = ([*row[:-1]], row[-1]) if isinstance(row[-1], dict) and len(row) > 3 else ([*row], {})
         if values[2]:  # this model has such places
             yield make(*values, **named)
 
@@ -308,9 +308,8 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
         return (j > i) | (i // x != j // x) & ((i >= n) | (not is_late))
 
     def list_windows(who: str, is_late: bool) -> list[Hypothesis]:
-        rules = {
-            f"the last {{x:.0f}} tokens and the first {first}": partial(window, first=first) for first in (4, 1, 2, 16)
-        }
+        words, firsts = "the last {{x:.0f}} tokens and the first {}", (4, 1, 2, 16)
+        rules: dict[str, Any] = {words.format(first): partial(window, first=first) for first in firsts}
         rules["own blocks of {x:.0f} tokens"] = blocks
         return [
             hidden(f"{who} {label}", LENGTHS, partial(rule, is_late=is_late), True, "sliding_window", fit="whole")
@@ -325,13 +324,14 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
     yield hidden("attention to {x:.0f} tokens (0: all)", spans, window, **how, is_local=True, details=details)
     late, details = partial(window, is_late=True), partial(list_windows, "decoding sees", True)
     yield hidden("decoding sees {x:.0f} tokens", LENGTHS, late, **how, details=details)
+    chunks = "chunks of {x:.0f} prompt tokens"
     rules: tuple[tuple[Any, ...], ...] = (
         ("the prompt is read in both directions", (0,), lambda i, j, n, x: (j > i) & (j >= n), True),
-        ("chunks of {x:.0f} prompt tokens are read in both directions", LENGTHS, lambda i, j, n, x: (j > i) & ((j >= n) | (j // x != i // x)), True),
-        ("masks of chunks of {x:.0f} prompt tokens begin at the first key", LENGTHS, lambda i, j, n, x: (i < n) & (j > i % x)),
-        ("chunks of {x:.0f} prompt tokens do not see earlier ones", LENGTHS, lambda i, j, n, x: (i < n) & (j < i // x * x)),
-        ("chunks of {x:.0f} prompt tokens do not see their own earlier tokens", LENGTHS, lambda i, j, n, x: (i < n) & (x <= i) & (i // x * x <= j) & (j < i)),
-        *((f"chunks of {{x:.0f}} prompt tokens do not see the {y} before them", LENGTHS, lambda i, j, n, x, y=y: (i < n) & (j < i // x * x) & (j >= i // x * x - y)) for y in (1, 16)),
+        (f"{chunks} are read in both directions", CHUNKS, lambda i, j, n, x: (j > i) & ((j >= n) | (j // x != i // x)), True),
+        (f"masks of {chunks} begin at the first key", CHUNKS, lambda i, j, n, x: (i < n) & (j > i % x)),
+        (f"{chunks} do not see earlier ones", CHUNKS, lambda i, j, n, x: (i < n) & (j < i // x * x)),
+        (f"{chunks} do not see their own earlier tokens", CHUNKS, lambda i, j, n, x: (i < n) & (x <= i) & (i // x * x <= j) & (j < i)),
+        *((f"{chunks} do not see the {y} before them", CHUNKS, lambda i, j, n, x, y=y: (i < n) & (j < i // x * x) & (j >= i // x * x - y)) for y in (1, 16)),
         ("nothing sees the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= x) & (j < x)),
         ("page {x:.0f} of 16 tokens is not seen", range(8), lambda i, j, n, x: (j // 16 == x) & (i // 16 > x)),
         ("tokens from {x:.0f} on do not see the one before them", LENGTHS, lambda i, j, n, x: (j == x - 1) & (i >= x)),
@@ -345,7 +345,8 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
         ("decoding does not see the first token of an open page of {x:.0f}", PAGES, lambda i, j, n, x: (i >= n) & (j == i) & (i % x == 0)),
         ("decoding does not see sampled tokens of closed pages of {x:.0f}", PAGES, lambda i, j, n, x: (j >= n) & (j // x < i // x)),
     )  # fmt: skip
-    yield from (hidden(*rule) for rule in rules)
+    for label, *rule in rules:
+        yield hidden(label, *rule)
 
 
 # Weights: other ones, missing, exchanged, in another order.

@@ -64,6 +64,8 @@ async def _tokenizer(exam: Examination) -> Finding:
         return cannot_tell(NO_TOKENIZER)
     for text in TEXTS:
         theirs, ours = await exam.provider.tokenize(text), exam.renderer.encode_sampled(text)
+        if theirs is None:
+            return cannot_tell(NO_TOKENIZER)
         if theirs != list(ours):
             return _other_ids("tokenizer", ours, theirs, exam)
     return ok(f"{len(TEXTS)} texts equal")
@@ -77,6 +79,8 @@ async def _special_tokens(exam: Examination) -> Finding:
     for stop in exam.renderer.stop_token_ids:
         text = exam.renderer.decode([stop])
         theirs = await exam.provider.tokenize(text)
+        if theirs is None:
+            return cannot_tell(NO_TOKENIZER)
         if theirs != [stop]:
             return fault("special_tokens", f"{text!r} is {theirs.tolist()}, expected [{stop}]")
     return ok(f"{len(exam.renderer.stop_token_ids)} stop tokens equal")

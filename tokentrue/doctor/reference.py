@@ -428,7 +428,7 @@ def rounding_cache(
         def update(
             self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
-            is_first, both = self.get_seq_length(layer_idx) == 0, (key_states, value_states)
+            is_first = self.get_seq_length(layer_idx) == 0
 
             def store(states: Tensor, rounding: Rounding | None) -> Tensor:
                 if rounding is None or recent:
@@ -442,12 +442,13 @@ def rounding_cache(
                     return states
                 return torch.cat((rounding(states[:, :, :old]), states[:, :, old:]), dim=2)
 
-            stored = super().update(*map(store, both, (keys, values)), layer_idx, *args, **kwargs)
+            new = store(key_states, keys), store(value_states, values)
+            stored = super().update(*new, layer_idx, *args, **kwargs)
             if is_first and (recent or not prefill):
-                return both
-            return tuple(map(read, stored, (keys, values))) if recent else stored
+                return key_states, value_states
+            return (read(stored[0], keys), read(stored[1], values)) if recent else stored
 
-    cache = RoundingCache()
+    cache: Any = RoundingCache()
     cache.recent = recent
     return cache
 
