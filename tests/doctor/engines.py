@@ -115,6 +115,10 @@ def in_bfloat16(found: Completion, sampling: Sampling) -> Completion:
     return with_logprobs(found, torch.tensor(found.logprobs).bfloat16().double().tolist())
 
 
+def probabilities_in_half(found: Completion, sampling: Sampling) -> Completion:
+    return with_logprobs(found, torch.tensor(found.logprobs).exp().half().float().log().tolist())
+
+
 def shifted_by_one(found: Completion, sampling: Sampling) -> Completion:
     """Each token gets its predecessor's log-probability, the first one the last's: an engine that indexes from the
     wrong end."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.doctor import engines as e
+from tests.doctor.seventh_set import LastSlotUnwritten, Retokenised
 from tokentrue.doctor import Reference
 from tokentrue.doctor.reference import load_model
 from tokentrue.protocols import Provider
@@ -146,6 +147,15 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Case]]] = {
     ),
     "three decimals on the wire": ("wire_precision", _tampered(after=e.rounded)),
     "bfloat16 on the wire": ("wire_precision", _tampered(after=e.in_bfloat16)),
+    "probabilities in float16 on the wire": ("wire_precision", _tampered(after=e.probabilities_in_half)),
+    "last slot of a finished request unwritten": (
+        "prefix_cache",
+        lambda folder: Case(provider=LastSlotUnwritten(e.calculator(), "float32")),
+    ),
+    "ids decoded and encoded again": (
+        "prompt_changed",
+        lambda folder: Case(provider=Retokenised(e.calculator(), "float32")),
+    ),
     "sentinel for a missing log-probability": ("bad_logprobs", _every("sentinel")),
     "one token too many in the prompt": ("bos_added", _every("recount")),
     "log-probabilities off by one": ("off_by_one", _tampered(after=e.shifted_by_one)),

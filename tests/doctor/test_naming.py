@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.doctor import engines as e
-from tests.doctor import fifth_set, fourth_set, reported, third_set
+from tests.doctor import fifth_set, fourth_set, reported, seventh_set, third_set
 from tokentrue.doctor import CAUSES, Finding, Reference, Verdict
 from tokentrue.doctor.exam import STORY
 from tokentrue.doctor.hypotheses import list_hypotheses
@@ -94,6 +94,8 @@ async def test_draws_that_the_reports_do_not_contain(case: str, expected: str) -
     seeded = third_set.FAULTS[case](e.calculator(), "float32", random.Random(1))
     found = judge_draws(await gather(seeded.engine, tokens=80))
     assert found.fault == expected, found
+    # Draws and reports of two temperatures: a report of the wrong one looks the same.
+    assert found.alternatives == (("sampled_temperature",) if expected == "temperature_ignored" else ())
 
 
 async def test_plain_draws_follow_their_reports() -> None:
@@ -189,6 +191,25 @@ async def test_the_place_is_found_with_the_cause(case: str, only: str, expected:
         seeded.previous.save_pretrained(tmp_path)
     evidence = await gather(seeded.engine)
     found = judged(evidence, previous=tmp_path if seeded.previous is not None else None, only=only)
+    assert found.fault == only and expected in found.detail, found
+
+
+@pytest.mark.parametrize(
+    ("case", "only", "expected"),
+    [
+        ("gated units clamped", "activation", "gate values at most 2.5, the others within it"),
+        ("cyclic cache of 64", "sliding_window", "decoding sees 64 tokens"),
+        ("masks of chunks aligned to the start", "attention_mask", "chunks of 64 prompt tokens begin at the first key"),
+        ("normalised over the top 20", "other_reports", "over the 20 likeliest"),
+        pytest.param("weights in nvfp4", "int4_weights", "fp4 in groups of 16, scales float8", marks=pytest.mark.slow),
+        pytest.param("float8 with power-of-two scales", "fp8_weights", "per block, scales powers of 2", marks=pytest.mark.slow),
+        pytest.param("old cache in four bits", "int4_kv_cache", "older than 32 tokens, keys by channel", marks=pytest.mark.slow),
+        pytest.param("key heads repeated in turn", "projection_order", "q_proj, o_proj: query heads", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+async def test_general_forms_cover_what_the_seventh_set_showed(case: str, only: str, expected: str) -> None:
+    seeded = seventh_set.FAULTS[case](e.calculator(), "float32", random.Random(f"1 {case}"))
+    found = judged(await gather(seeded.engine), only=only)
     assert found.fault == only and expected in found.detail, found
 
 

@@ -9,6 +9,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import ParamSpec
 
@@ -105,20 +106,46 @@ class Examination:
         """Runs of ids that may be put into a prompt: markers, white space, and system messages that templates add."""
         plain = self.render(QUESTIONS[0])
         found = [(one,) for one in self.special_ids()]
-        found += [
-            tuple(self.renderer.encode_sampled(text))
-            for text in (" ", "\n", "\n\n", "<think>\n", "<think>\n\n</think>\n\n")
-        ]
+        texts = (" ", "\n", "\n\n", "<think>\n", "<think>\n\n</think>\n\n")
+        found += [tuple(self.renderer.encode_sampled(text)) for text in texts]
         for text in ("You are a helpful assistant.", "You are a helpful assistant", ""):
+            messages = [{"role": "system", "content": text}, {"role": "user", "content": QUESTIONS[0]}]
             try:
-                ids = self.renderer.render(
-                    [{"role": "system", "content": text}, {"role": "user", "content": QUESTIONS[0]}]
-                )
+                ids = self.renderer.render(messages)
             except RenderError:
                 continue
             if tuple(ids.token_ids[-len(plain) + 1 :]) == plain[1:]:
                 found.append(tuple(ids.token_ids[: len(ids.token_ids) - len(plain)]))
         return [one for one in dict.fromkeys(found) if one]
+
+    def rewrites(self) -> dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]]:
+        """What an engine that works on text may make of the ids that it is sent."""
+        decode, encode = self.renderer.decode, self.renderer.encode_sampled
+        markers = {one for one in self.special_ids() if MARKER.fullmatch(decode([one]))}
+
+        def render_again(ids: tuple[int, ...]) -> tuple[int, ...]:
+            try:
+                return self.render(decode(ids))
+            except RenderError:
+                return ids
+
+        return {
+            "prompts decoded and encoded again": lambda ids: tuple(encode(decode(ids))),
+            "prompts without special tokens": lambda ids: tuple(one for one in ids if one not in markers),
+            "prompts as texts of a user's message": render_again,
+        }
+
+    def unusual_prompts(self) -> list[tuple[int, ...]]:
+        """Ids that encoding the same text would not give, and a conversation that no engine has answered in part."""
+        first, second, *_, last = self.prompts()
+        encode, decode = self.renderer.encode_sampled, self.renderer.decode
+
+        def split(one: int) -> tuple[int, ...]:
+            text = decode([one])
+            found = tuple(chain.from_iterable(map(encode, text)))
+            return found if decode(found) == text and not MARKER.fullmatch(text) else (one,)
+
+        return [tuple(chain.from_iterable(map(split, first))), (*first, *second[-12:], *last)]
 
     def render(self, text: str) -> tuple[int, ...]:
         return tuple(self.renderer.render([{"role": "user", "content": text}]).token_ids)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokentrue.doctor.exam import EngineRoutes, Examination
-from tokentrue.doctor.findings import DoctorReport, Finding, Verdict, settle
+from tokentrue.doctor.findings import DoctorReport, Verdict, settle
 from tokentrue.doctor.images import probe_images
-from tokentrue.doctor.interface import (
-    gather_observations,
-    probe_identity,
-    probe_meaning,
-    probe_stability,
-)
+from tokentrue.doctor.interface import gather_observations, probe_identity, probe_meaning, probe_stability
 from tokentrue.doctor.naming import Evidence
 from tokentrue.doctor.reference import Reference
 from tokentrue.doctor.samples import probe_samples
@@ -52,7 +47,11 @@ async def examine(
         seed=seed,
     )
     reference.expect(exam.dtype)
-    facts = {"dtype expected": exam.dtype, **await _facts(provider)}
+    facts = {"dtype expected": exam.dtype}
+    try:
+        facts |= {key: str(value) for key, value in (await provider.health()).items()}
+    except EngineError as error:
+        facts["health"] = str(error)
     on_progress("identity")
     findings = await probe_identity(exam)
     on_progress("contract")
@@ -60,14 +59,8 @@ async def examine(
     if exam.observations and findings[-1].verdict is not Verdict.FAULT:
         exam.evidence = Evidence(reference, exam.observations, exam.dtype)
         exam.mean_limit, exam.largest_limit = exam.evidence.mean_limit, exam.evidence.largest_limit
-        probes: dict[str, Callable[[Examination], Awaitable[list[Finding]]]] = {
-            "meaning": probe_meaning,
-            "stability": probe_stability,
-            "weights": probe_weights,
-            "experts": probe_experts,
-        }
-        for name, run in probes.items():
-            on_progress(name)
+        for run in (probe_meaning, probe_stability, probe_weights, probe_experts):
+            on_progress(run.__name__.removeprefix("probe_"))
             findings += await run(exam)
         findings += locate_difference(exam, findings, engine_model)
         on_progress("images")
@@ -77,10 +70,3 @@ async def examine(
         findings += await probe_samples(exam, samples)
     model = str(reference.source or "")
     return DoctorReport(engine=provider.name, model=model, facts=facts, findings=tuple(settle(findings)))
-
-
-async def _facts(provider: Provider) -> dict[str, str]:
-    try:
-        return {key: str(value) for key, value in (await provider.health()).items()}
-    except EngineError as error:
-        return {"health": str(error)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import log2
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Rounding: TypeAlias = Callable[[Tensor], Tensor]
+Codec: TypeAlias = Callable[..., Tensor]  # of a value, and the dimensions that share a scale
 # Rows of a cache are one head's of one token, its matrices one head's, its columns channels.
 SCOPES: Mapping[str, Any] = {"row": -1, "matrix": (-2, -1), "column": -2, "token": (-3, -1), "tensor": (-3, -2, -1)}
 NF4 = (-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803, 0.1609302,
@@ -18,13 +20,44 @@ NF4 = (-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910
 FP4 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def _largest(value: Tensor, dims: Any) -> Tensor:
-    return (value.abs().max() if dims is None else value.abs().amax(dim=dims, keepdim=True)).clamp(min=1e-12)
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    top = torch.finfo(dtype).max
+    return value.clamp(-top, top).to(dtype).to(value.dtype)
 
 
-def _integers(value: Tensor, dims: Any, *, top: int) -> Tensor:
-    step = _largest(value, dims) / top
-    return (value / step).round().clamp(-top - 1, top) * step
+def _nearest(value: Tensor, codes: Tensor) -> Tensor:
+    return codes[torch.bucketize(value.contiguous(), (codes[1:] + codes[:-1]) / 2)]
+
+
+def _two_scales(largest: Tensor, top: float) -> Tensor:
+    """As NVFP4 has them: a float8 for each group, a float32 for all."""
+    outer = largest.max() / (top * 448)
+    return _cast(largest / top / outer, torch.float8_e4m3fn).clamp(min=2**-9) * outer
+
+
+# A scale, by the largest value and the format's own largest.
+SCALES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+    "": lambda largest, top: largest / top,
+    ", scales powers of 2": lambda largest, top: (largest / top).log2().ceil().exp2(),
+    ", scales powers of 2 by exponents": lambda largest, top: (largest.log2().floor() - int(log2(top))).exp2(),
+    ", scales float16": lambda largest, top: (largest / top).half().float(),
+    ", scales float8": _two_scales,
+}
+
+
+def _scaled(value: Tensor, dims: Any, *, top: float, code: Rounding, scales: str = "") -> Tensor:
+    if dims is None:
+        return code(value)
+    scale = SCALES[scales](value.abs().amax(dim=dims, keepdim=True).clamp(min=1e-12), top).to(value.dtype)
+    return code(value / scale) * scale
+
+
+def _from_largest(value: Tensor, dims: Any) -> Tensor:
+    """The value that is largest in size is code -8, as in Q4_0 of llama.cpp."""
+    low, high = value.amin(dim=dims, keepdim=True), value.amax(dim=dims, keepdim=True)
+    step = (torch.where(-low > high, low, high) / -8).half().float()
+    step = torch.where(step == 0, 1e-12, step)
+    return (value / step).round().clamp(-8, 7) * step
 
 
 def _with_zero(value: Tensor, dims: Any, *, levels: int, is_whole: bool) -> Tensor:
@@ -37,30 +70,13 @@ def _with_zero(value: Tensor, dims: Any, *, levels: int, is_whole: bool) -> Tens
     return ((value / step + zero).round().clamp(0, levels) - zero) * step
 
 
-def _float8(value: Tensor, dims: Any, *, dtype: torch.dtype) -> Tensor:
-    top = torch.finfo(dtype).max
-    scale = 1.0 if dims is None else _largest(value, dims) / top
-    return (value / scale).clamp(-top, top).to(dtype).to(value.dtype) * scale
-
-
 def to_float8(value: Tensor, scaled_as: Tensor) -> Tensor:
     """With the scale of another matrix."""
-    scale = _largest(scaled_as, None) / 448
-    return (value / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(value.dtype) * scale
+    scale = scaled_as.abs().max().clamp(min=1e-12) / 448
+    return _cast(value / scale, torch.float8_e4m3fn) * scale
 
 
-def _coded(value: Tensor, dims: Any, *, codes: tuple[float, ...]) -> Tensor:
-    scale, points = _largest(value, dims) / codes[-1], torch.tensor(codes)
-    return points[torch.bucketize((value / scale).contiguous(), (points[1:] + points[:-1]) / 2)] * scale
-
-
-def _microscaled(value: Tensor, dims: Any) -> Tensor:
-    """MX formats: scales are powers of 2, by the largest value's exponent."""
-    scale, points = torch.exp2(_largest(value, dims).log2().floor() - 2), torch.tensor(FP4)
-    return points[torch.bucketize((value / scale).contiguous(), (points[1:] + points[:-1]) / 2)] * scale
-
-
-def _in_blocks(value: Tensor, rows: int, columns: int, codec: Callable[[Tensor, Any], Tensor]) -> Tensor:
+def _in_blocks(value: Tensor, rows: int, columns: int, codec: Codec) -> Tensor:
     """With a scale for each block; those at the edges may be smaller."""
     shape = value.shape[-2:]
     padded = pad(value, (0, -shape[1] % columns, 0, -shape[0] % rows))
@@ -68,41 +84,58 @@ def _in_blocks(value: Tensor, rows: int, columns: int, codec: Callable[[Tensor, 
     return codec(blocks, (-3, -1)).flatten(-4, -3).flatten(-2)[..., : shape[0], : shape[1]]
 
 
-def _scoped(name: str, codec: Callable[[Tensor, Any], Tensor], *scopes: str | int) -> dict[str, Rounding]:
+def _scoped(name: str, codec: Codec, *scopes: str | int, scales: str = "") -> dict[str, Rounding]:
+    """`scopes`: names of `SCOPES`, sizes of groups in a row, "block" and "64block"; "" is no scale at all."""
     found: dict[str, Rounding] = {}
+    codec = partial(codec, scales=scales) if scales else codec
     for scope in scopes:
         if isinstance(scope, int):
-            found[f"{name} in groups of {scope}"] = partial(_in_blocks, rows=1, columns=scope, codec=codec)
+            found[f"{name} in groups of {scope}{scales}"] = partial(_in_blocks, rows=1, columns=scope, codec=codec)
         elif scope.endswith("block"):
             size = int(scope.removesuffix("block") or 128)
-            found[f"{name} per {scope}"] = partial(_in_blocks, rows=size, columns=size, codec=codec)
+            found[f"{name} per {scope}{scales}"] = partial(_in_blocks, rows=size, columns=size, codec=codec)
         else:
-            found[f"{name} per {scope}" if scope else f"{name} without scale"] = partial(codec, dims=SCOPES.get(scope))
+            label = f"{name} per {scope}{scales}" if scope else f"{name} without scale"
+            found[label] = partial(codec, dims=SCOPES.get(scope))
     return found
 
 
 def _integer_formats(bits: int) -> dict[str, Rounding]:
     top = 2 ** (bits - 1) - 1
+    plain: Codec = partial(_scaled, top=top, code=lambda value: value.round().clamp(-top - 1, top))
     real, whole = (partial(_with_zero, levels=2 * top + 1, is_whole=is_whole) for is_whole in (False, True))
     return {
-        **_scoped(f"int{bits}", partial(_integers, top=top), *SCOPES, 8, 16, 32, 64, 128),
-        **_scoped(f"int{bits} with zero points", real, "row", "column", 16, 32, 64),
+        **_scoped(f"int{bits}", plain, *SCOPES, 8, 16, 32, 64, 128),
+        **_scoped(f"int{bits}", plain, "row", 32, 128, scales=", scales float16"),
+        **_scoped(f"int{bits} with zero points", real, "row", "column", 16, 32, 64, 128),
         **_scoped(f"int{bits} with whole zero points", whole, "row", 32, 64, 128),
     }
 
 
-_e4m3, _e5m2 = (partial(_float8, dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+def _float8(dtype: torch.dtype) -> Codec:
+    return partial(_scaled, top=torch.finfo(dtype).max, code=partial(_cast, dtype=dtype))
+
+
+_, TWO, EXPONENTS, _, FLOAT8 = SCALES
+_e4m3, _e5m2, _fnuz = map(_float8, (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz))
+_nf4, _fp4 = (partial(_scaled, top=each[-1], code=partial(_nearest, codes=torch.tensor(each))) for each in (NF4, FP4))
 FORMATS: Mapping[str, Mapping[str, Rounding]] = {
     "int8": _integer_formats(8),
     "fp8": {
         **_scoped("float8_e4m3fn", _e4m3, "row", "", "matrix", "tensor", "column", "block", "64block", 32, 64, 128),
+        **_scoped("float8_e4m3fn", _e4m3, "row", "block", 128, scales=TWO),
+        **_scoped("float8_e4m3fn", _e4m3, 32, scales=EXPONENTS),
         **_scoped("float8_e5m2", _e5m2, "row", "", "matrix", "tensor"),
+        **_scoped("float8_e4m3fnuz", _fnuz, "row", "", "matrix", "tensor"),
     },
     "int4": {
         **_integer_formats(4),
-        **_scoped("nf4", partial(_coded, codes=NF4), 64, "row"),
-        **_scoped("fp4", partial(_coded, codes=FP4), 16, 32, "row"),
-        **_scoped("mxfp4", _microscaled, 32),
+        **_scoped("Q4_0", _from_largest, 32),
+        **_scoped("nf4", _nf4, 64, "row"),
+        **_scoped("fp4", _fp4, 16, 32, "row"),
+        **_scoped("fp4", _fp4, 16, scales=FLOAT8),
+        **_scoped("fp4", _fp4, 32, scales=EXPONENTS),
+        **_scoped("fp4", _fp4, 32, scales=TWO),
     },
 }
 NARROW: Mapping[str, Rounding] = {"bfloat16": lambda s: s.bfloat16().float(), "float16": lambda s: s.half().float()}

@@ -20,23 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from tokentrue.doctor import reference as ref
 from tokentrue.doctor.formats import FORMATS, NARROW, Rounding, tf32, to_float8
-from tokentrue.doctor.reference import (
-    Observation,
-    Reference,
-    Trial,
-    WideSums,
-    adapter_deltas,
-    load_model,
-    rounding_cache,
-)
+from tokentrue.doctor.reference import Observation, Reference, Trial
 
 Apply: TypeAlias = Callable[[Trial, Any], object]
 Units: TypeAlias = Mapping[str, Apply]
 Span: TypeAlias = Callable[[Observation, Any], tuple[int, int]]
+Rewrite: TypeAlias = Callable[[tuple[int, ...]], tuple[int, ...]]  # of a prompt's ids
+Rows: TypeAlias = Iterable[tuple[Any, ...]]  # arguments of a hypothesis; a dictionary at the end has named ones
 # A change of 2% or more is near one of these; 1 changes nothing.
 FAR = (0.5, 0.25, 1.0, 2.0, 0.8, 4.0, 1.03, 0.97, 1.25)
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+PAGES, CHUNKS = (4, 8, 16, 32, 64), (16, 32, 64, 128, 256, 512)
 FEW = (1, 2, 4, 8, 16, 32)
 LAST = ("o_proj.weight", "down_proj.weight")  # whose sums tensor parallelism splits
 LAYERS = r"(^|\.)(layers|h|blocks)\.\d+$"
@@ -45,14 +41,19 @@ FILTERS: Mapping[str, Sequence[float]] = {
     "top_k": (*range(1, 11), 15, 20, 25, 30, 40, 50, 64, 100),
     "top_p": (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995),
     "min_p": (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3),
+    "least probability": (0.0003, 0.001, 0.003, 0.01, 0.02, 0.05),
 }
-PENALTIES: Mapping[str, Sequence[float]] = {
-    "repetition": (0.9, 1.01, 1.05, 1.1, 1.2, 1.5),
-    "answer's repetition": (0.9, 1.05, 1.2),
-    "64 tokens' repetition": (0.9, 1.05, 1.2),
-    "presence": (-0.5, 0.1, 0.5, 1.0, 1.5),
-    "frequency": (-0.5, 0.1, 0.5, 1.0),
+# Each from the prompt's start (0), in the answer alone (1) or in the last 64 tokens (64).
+PENALTIES: Mapping[str, tuple[int, Sequence[float]]] = {
+    "repetition": (0, (0.9, 1.01, 1.05, 1.1, 1.2, 1.5)),
+    "answer's repetition": (1, (0.9, 1.05, 1.2)),
+    "64 tokens' repetition": (64, (0.9, 1.05, 1.2)),
+    "presence": (1, (-0.5, 0.1, 0.5, 1.0, 1.5)),
+    "frequency": (1, (-0.5, 0.1, 0.5, 1.0)),
+    "prompt's presence": (0, (-0.5, 0.5, 1.5)),
+    "prompt's frequency": (0, (-0.5, 0.1, 0.5)),
 }
+LOCAL, PARTIAL, ROUNDING, SAMPLING = ({f"is_{name}": True} for name in ("local", "partial", "rounding", "sampling"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,97 +92,133 @@ class Hypothesis:
 
 
 def list_hypotheses(
-    reference: Reference, *, previous: Any = None, specials: Sequence[int] = (), stops: Sequence[int] = (), dtype: str
-) -> Iterator[Hypothesis]:
-    """Every cause that can be simulated for this model. `specials` are ids that an engine may put before a prompt."""
-    yield from _outside(specials, stops)
+    reference: Reference, *, previous: Any = None, specials: Sequence[int] = (), stops: Sequence[int] = (),
+    rewrites: Mapping[str, Rewrite] | None = None, dtype: str,
+) -> Iterator[Hypothesis]:  # fmt: skip
+    """Every cause that can be simulated for this model. `specials` are ids that an engine may put before a prompt,
+    `rewrites` what an engine may make of the ids that it is sent."""
+    yield from _outside(specials, stops, rewrites or {})
     yield from _masks(reference.model)
     yield from _other_weights(reference, previous, getattr(torch, dtype))
-    yield from _settings(reference)
-    yield from _experts(reference.model)
+    for rows in (_list_settings, _list_ropes, _list_activations, _list_norms, _list_experts):
+        yield from _read(rows(reference.model, reference.config))
     yield from _formats(reference.model, dtype)
-    yield from _parts(reference, specials)
-    yield from _orders(reference)
-    yield from _sizes(reference.model)
+    yield from _read(_list_parts(reference, specials))
+    yield from _read(_list_orders(reference))
+    # What any part returns, times a number.
+    scaled = _at(_find(reference.model, r"(proj|norm|self_attn|mlp)$"), _out(lambda inputs, output, x: output * x))
+    added = {at: unit for at, unit in scaled.items() if at.endswith(("self_attn", "mlp"))}
+    for kind, units in {"attention and MLP": added, **_group(scaled)}.items():
+        label = f"what {kind} returns times {{x:.4g}}"
+        yield Hypothesis("weight_scale", label, units, (*FAR, 0.0), "real", is_general=True)
+
+
+def _read(rows: Rows, make: Callable[..., Hypothesis] = Hypothesis) -> Iterator[Hypothesis]:
+    for row in rows:
+        values, named = ([*row[:-1]], row[-1]) if isinstance(row[-1], dict) and len(row) > 3 else ([*row], {})
+        if values[2]:  # this model has such places
+            yield make(*values, **named)
+
+
+# Places and changes.
+
+
+def _find(model: nn.Module, pattern: str) -> dict[str, Any]:
+    return {at: one for at, one in model.named_modules() if re.search(pattern, at)}
+
+
+def _having(model: nn.Module, *names: str) -> dict[str, Any]:
+    return {at: one for at, one in model.named_modules() if all(getattr(one, name, None) is not None for name in names)}
+
+
+def _at(owners: Mapping[str, Any], change: Callable[[Any, Trial, Any], object]) -> dict[str, Apply]:
+    """`change(owner, trial, x)` at each."""
+    return {at: partial(change, one) for at, one in owners.items()}
+
+
+def _set(name: str, to: Callable[[Any, Any], Any]) -> Callable[[Any, Trial, Any], object]:
+    return lambda owner, trial, x: trial.set(owner, name, to(trial.get(owner, name), x))
+
+
+def _out(change: Callable[[Any, Any, Any], Any], **how: bool) -> Callable[[Any, Trial, Any], object]:
+    """`change(inputs, output, x)` replaces what a module returns."""
+    return lambda owner, trial, x: trial.hook(owner, lambda inputs, output: change(inputs, output, x), **how)
+
+
+def _group(units: Units) -> Mapping[str, Units]:
+    """By what is after the number of the layer."""
+    kinds: dict[str, dict[str, Apply]] = {}
+    for name, unit in units.items():
+        kinds.setdefault(re.sub(r"^.*?\.\d+\.", "", name), {})[name] = unit
+    return kinds
 
 
 # Outside of the model: prompts, positions, logits, reports.
 
 
 def _on(
-    what: str,
-    fault: str,
-    label: str,
-    change: Callable[..., Any],
-    grid: Sequence[float] = (0.0,),
-    fit: str = "",
-    **how: Any,
+    what: str, fault: str, label: str, change: Any, grid: Sequence[float] = (0.0,), fit: str = "", **how: Any
 ) -> Hypothesis:
     """A change of the trial's `inputs`, `positions`, `outputs` or `reports`."""
     units = {"": lambda trial, x: setattr(trial, what, lambda *given: change(*given, x))}
     return Hypothesis(fault, label, units, grid, fit, is_output=what in ("outputs", "reports"), **how)
 
 
-def _outside(specials: Sequence[int], stops: Sequence[int]) -> Iterator[Hypothesis]:
-    """i: place of a token; n: how many tokens were sent; z: logits."""
-    neighbour = {"": lambda trial, x: setattr(trial, "align", x)}
-    yield Hypothesis("off_by_one", "the log-probability {x:+.0f} places on", neighbour, (-1, 1), is_output=True)
+def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[str, Rewrite]) -> Iterator[Hypothesis]:
+    """i: place of a token; n: how many tokens were sent; z: logits; own: log-probabilities of the entries."""
     ids = torch.tensor([*stops], dtype=torch.long)
 
     def ban(z: Tensor, seen: Observation, x: float) -> Tensor:
         early = torch.tensor(seen.positions) - seen.prompt_tokens < x
         return torch.where(early[:, None], z.index_fill(1, ids, -torch.inf), z)
 
-    def drop(seen: Observation, x: int, *, is_end: bool) -> Observation:
+    def drop(seen: Observation, x: int, is_end: bool = False) -> Observation:
         x = max(0, min(x, seen.prompt_tokens - 1))
         return seen.edit(seen.prompt_tokens - x if is_end else 0, x)
 
-    capped = lambda z, seen, x: x * torch.tanh(z / x)  # noqa: E731
-    padding = "unused rows of the output layer weigh e^{x:.2f} in the softmax"
-    drops, shifts = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (-2, -1, 1, 2, 8, 32)
-    early = {"is_sampling": True}
-    rows: tuple[tuple[Any, ...], ...] = (
-        ("reports", "log_base", "log-probabilities times {x:.4g}", lambda own, x: own * x, (1 / math.log(10), 1 / math.log(2), *FAR), "real"),
-        ("reports", "bad_logprobs", "none below {x:.3g}", lambda own, x: own.clamp(min=x), (-1, -2, -3, -4, -5, -8, -12), "real"),
+    def keep(first: int, seen: Observation, x: int) -> Observation:
+        return seen.edit(first, max(0, seen.prompt_tokens - first - x))
+
+    def rewrite(to: Rewrite, seen: Observation, x: float) -> Observation:
+        return seen.edit(0, seen.prompt_tokens, to(seen.token_ids[: seen.prompt_tokens]))
+
+    def over_the_top(own: Tensor, seen: Observation, z: Tensor, x: int) -> Tensor:
+        mass = z.double().log_softmax(-1).topk(min(x, z.shape[-1])).values.logsumexp(-1)
+        return (own - mass[seen.targets[0]]).clamp(max=0)
+
+    neighbour = {"": lambda trial, x: setattr(trial, "align", x)}
+    yield Hypothesis("off_by_one", "the log-probability {x:+.0f} places on", neighbour, (-1, 1), is_output=True)
+    drops, shifts, bases = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (-2, -1, 1, 2, 8, 32), [1 / math.log(n) for n in (10, 2)]
+    rows = [
+        ("reports", "log_base", "log-probabilities times {x:.4g}", lambda own, seen, z, x: own * x, (*bases, *FAR), "real"),
+        ("reports", "bad_logprobs", "none below {x:.3g}", lambda own, seen, z, x: own.clamp(min=x), (-1, -2, -3, -4, -5, -8, -12), "real"),
+        ("reports", "other_reports", "log-probabilities normalised over the {x:.0f} likeliest", over_the_top, FILTERS["top_k"], {"is_general": True, **SAMPLING}),
         ("outputs", "sampled_temperature", "logits divided by {x:.4g}", lambda z, seen, x: z / x, FAR, "real"),
-        ("outputs", "vocab_padding", padding, lambda z, seen, x: pad(z, (0, 1), value=x), range(-2, 26, 2), "real"),
-        ("outputs", "logit_softcap", "logits capped at {x:.3g}", capped, (5, 15, 30, 50, 100, 200), "real"),
-        ("inputs", "prompt_changed", "the prompt without {x:.0f} tokens at its start", partial(drop, is_end=False), drops, "whole"),
+        ("outputs", "vocab_padding", "unused rows of the output layer weigh e^{x:.2f} in the softmax", lambda z, seen, x: pad(z, (0, 1), value=x), range(-2, 26, 2), "real"),
+        ("outputs", "logit_softcap", "logits capped at {x:.3g}", lambda z, seen, x: x * torch.tanh(z / x), (5, 15, 30, 50, 100, 200), "real"),
+        ("inputs", "prompt_changed", "the prompt without {x:.0f} tokens at its start", drop, drops, "whole"),
         ("inputs", "prompt_changed", "the prompt without {x:.0f} tokens at its end", partial(drop, is_end=True), drops, "whole"),
-    )  # fmt: skip
-    moves: tuple[tuple[Any, ...], ...] = (
-        ("positions of sampled tokens moved by {x:.0f}", lambda i, n, x: i + x * (i >= n), shifts),
-        ("positions after the first sampled token moved by {x:.0f}", lambda i, n, x: i + x * (i > n), shifts),
-        ("sampled tokens beyond position {x:+.0f} from the prompt's end have that one", lambda i, n, x: i.minimum(n + x), (0, -1)),
-        ("positions begin again after {x:.0f} tokens", lambda i, n, x: torch.where(i < n, i % x, i), LENGTHS),
-        ("positions begin again each {x:.0f} tokens", lambda i, n, x: i % x, LENGTHS),
-        ("no position beyond {x:.0f}", lambda i, n, x: i.clamp(max=x), LENGTHS),
-    )  # fmt: skip
-    yield from (_on(*row) for row in rows)
-    for first in (0, 1, 4, 16, 32, 64):
-        keep = lambda seen, x, first=first: seen.edit(first, max(0, seen.prompt_tokens - first - x))  # noqa: E731
-        label = f"the first {first} and the last {{x:.0f}} prompt tokens"
-        yield _on("inputs", "context_truncated", label, keep, LENGTHS, "whole", **early)
-    if specials:
-        yield _on(
-            "inputs", "bos_added", "token {x:.0f} before the prompt", lambda seen, x: seen.edit(0, 0, (x,)), specials
-        )
-    for label, change, grid in moves:
-        yield _on("positions", "decode_positions", label, change, grid, "whole" if len(grid) > 2 else "")
-    label = "stop tokens removed from the first {x:.0f} tokens"
-    yield _on("outputs", "stop_banned", label, ban, (4, 8, 16, 32, 9999), "whole", **early)
+        *(("inputs", "prompt_changed", label, partial(rewrite, to), SAMPLING) for label, to in rewrites.items()),
+        *(("inputs", "bos_added", "token {x:.0f} before the prompt", lambda seen, x: seen.edit(0, 0, (x,)), specials) for _ in specials[:1]),
+        *(("inputs", "context_truncated", f"the first {first} and the last {{x:.0f}} prompt tokens", partial(keep, first), LENGTHS, "whole", SAMPLING) for first in (0, 1, 4, 16, 32, 64)),
+        ("positions", "decode_positions", "positions of sampled tokens moved by {x:.0f}", lambda i, n, x: i + x * (i >= n), shifts, "whole"),
+        ("positions", "decode_positions", "positions after the first sampled token moved by {x:.0f}", lambda i, n, x: i + x * (i > n), shifts, "whole"),
+        ("positions", "decode_positions", "sampled tokens beyond position {x:+.0f} from the prompt's end have that one", lambda i, n, x: i.minimum(n + x), (0, -1)),
+        ("positions", "decode_positions", "positions begin again after {x:.0f} tokens", lambda i, n, x: torch.where(i < n, i % x, i), LENGTHS, "whole"),
+        ("positions", "decode_positions", "positions begin again each {x:.0f} tokens", lambda i, n, x: i % x, LENGTHS, "whole"),
+        ("positions", "decode_positions", "no position beyond {x:.0f}", lambda i, n, x: i.clamp(max=x), LENGTHS, "whole"),
+        ("outputs", "stop_banned", "stop tokens removed from the first {x:.0f} tokens", ban, (4, 8, 16, 32, 9999), "whole", SAMPLING),
+        *(("outputs", "sampled_penalty", f"a {name} penalty of {{x:.3g}}", partial(penalise, name, start), grid, "real", SAMPLING) for name, (start, grid) in PENALTIES.items()),
+        ("outputs", "sampled_penalty", "no {x:.0f} tokens that were there before", ban_runs, range(1, 7), SAMPLING),
+        *(("outputs", "head_dtype", f"logits rounded to {name}", lambda z, seen, x, to=to: to(z), ROUNDING) for name, to in NARROW.items()),
+    ]  # fmt: skip
+    yield from _read(rows, _on)
     for name, grid in FILTERS.items():
         yield _filtered(name, grid, details=_two_filters if name == "top_p" else None)
-    for name, grid in PENALTIES.items():
-        label, change = f"a {name} penalty of {{x:.3g}}", partial(penalise, name=name)
-        yield _on("outputs", "sampled_penalty", label, change, grid, "real", **early)
-    for dtype, narrow in NARROW.items():
-        rounded = lambda z, seen, x, to=narrow: to(z)  # noqa: E731
-        yield _on("outputs", "head_dtype", f"logits rounded to {dtype}", rounded, is_rounding=True)
 
 
 def _filtered(
-    name: str, grid: Sequence[float], before: Callable[[Tensor], Tensor] = lambda z: z, label: str = "", **how: Any
+    name: str, grid: Sequence[float], before: Rounding = lambda z: z, label: str = "", **how: Any
 ) -> Hypothesis:
     change = lambda z, seen, x: filter_logits(before(z), x, name=name)  # noqa: E731
     fit, label = "" if name == "top_k" else "real", f"{label}{name} {{x:.3g}}"
@@ -211,7 +248,8 @@ def count_kept(probs: Tensor, name: str, x: float) -> Tensor:
     """`[rows, 1]`: how many of the likeliest tokens a filter at x keeps. `probs`: descending."""
     if name == "top_k":
         return torch.full_like(probs[:, :1], min(x, probs.shape[-1]), dtype=torch.long)
-    is_kept = probs.cumsum(dim=-1) - probs < x if name == "top_p" else probs >= probs[:, :1] * x
+    least = {"min_p": probs[:, :1] * x, "least probability": probs[:, :1].clamp(max=x)}
+    is_kept = probs.cumsum(dim=-1) - probs < x if name == "top_p" else probs >= least[name]
     return is_kept.sum(dim=-1, keepdim=True)
 
 
@@ -222,17 +260,25 @@ def filter_logits(logits: Tensor, x: float, *, name: str) -> Tensor:
     return logits.masked_fill(torch.zeros_like(is_cut).scatter(1, order, is_cut), -torch.inf)
 
 
-def penalise(logits: Tensor, seen: Observation, x: float, *, name: str) -> Tensor:
-    """Repetition concerns prompt and answer (vLLM) or the last 64 tokens (llama.cpp), the others the answer alone."""
+def penalise(name: str, start: int, logits: Tensor, seen: Observation, x: float) -> Tensor:
     changed = logits.clone()
     for row, at in enumerate(seen.positions):
-        start = {"repetition": 0, "64 tokens' repetition": max(0, at - 64)}.get(name, seen.prompt_tokens)
-        ids, counts = torch.tensor(seen.token_ids[start:at], dtype=torch.long).unique(return_counts=True)
+        first = {0: 0, 1: seen.prompt_tokens}.get(start, max(0, at - start))
+        ids, counts = torch.tensor(seen.token_ids[first:at], dtype=torch.long).unique(return_counts=True)
         own = logits[row, ids]
         if name.endswith("repetition"):
             changed[row, ids] = torch.where(own > 0, own / x, own * x)
         else:
-            changed[row, ids] = own - x * (counts if name == "frequency" else 1)
+            changed[row, ids] = own - x * (counts if name.endswith("frequency") else 1)
+    return changed
+
+
+def ban_runs(logits: Tensor, seen: Observation, x: int) -> Tensor:
+    """No run of x tokens twice, as `no_repeat_ngram_size` asks for."""
+    changed, ids = logits.clone(), seen.token_ids
+    for row, at in enumerate(seen.positions):
+        tail = ids[at - x + 1 : at]
+        changed[row, [ids[end] for end in range(x - 1, at) if ids[end - x + 1 : end] == tail]] = -torch.inf
     return changed
 
 
@@ -242,54 +288,65 @@ def penalise(logits: Tensor, seen: Observation, x: float, *, name: str) -> Tenso
 def _masks(model: nn.Module) -> Iterator[Hypothesis]:
     """i and j: places of query and key; n: how many tokens were sent."""
     attentions = _find(model, r"(self_attn|\.attention|\.attn)$")
-    windows = {at: getattr(one, "sliding_window", None) or 10**9 for at, one in attentions.items()}
-    if not attentions:
-        return
+    windows = {one: getattr(one, "sliding_window", None) or 10**9 for one in attentions.values()}
 
     def hidden(
-        fault: str, label: str, grid: Sequence[float], rule: Callable[..., Tensor], is_all: bool = False, **how: Any
+        label: str, grid: Sequence[float], rule: Any, is_all: bool = False, fault: str = "attention_mask", **how: Any
     ) -> Hypothesis:
         """`is_all`: the rule says what is not seen, otherwise what is not seen beside the model's own mask."""
 
-        def apply(at: str, trial: Trial, x: float) -> None:
-            own = lambda i, j: False if is_all else (j > i) | (i - j >= windows[at])  # noqa: E731
-            trial.hide(attentions[at], lambda i, j, n: rule(i, j, n, x) | own(i, j))
+        def apply(one: Any, trial: Trial, x: float) -> None:
+            own = lambda i, j: False if is_all else (j > i) | (i - j >= windows[one])  # noqa: E731
+            trial.hide(one, lambda i, j, n: rule(i, j, n, x) | own(i, j))
 
-        units = {at: partial(apply, at) for at in attentions}
-        return Hypothesis(fault, label, units, grid, "whole" if is_all and len(grid) > 1 else "", **how)
+        return Hypothesis(fault, label, _at(attentions, apply), grid, **how)
 
-    def window(i: Tensor, j: Tensor, n: Tensor, x: int, first: int = 0) -> Tensor:
-        return (j > i) | (i - j >= (x or 10**9)) & (j >= first)
+    def window(i: Tensor, j: Tensor, n: Tensor, x: int, first: int = 0, is_late: bool = False) -> Tensor:
+        return (j > i) | (i - j >= (x or 10**9)) & (j >= first) & ((i >= n) | (not is_late))
 
-    def other_windows() -> list[Hypothesis]:
-        rules: Mapping[str, Callable[..., Tensor]] = {
-            "attention to the last {x:.0f} tokens and the first four": partial(window, first=4),
-            "attention to the last {x:.0f} tokens and the first one": partial(window, first=1),
-            "attention to own blocks of {x:.0f} tokens": lambda i, j, n, x: (j > i) | (i // x != j // x),
-        }
-        return [hidden("sliding_window", label, LENGTHS, rule, True) for label, rule in rules.items()]
+    def blocks(i: Tensor, j: Tensor, n: Tensor, x: int, is_late: bool = False) -> Tensor:
+        return (j > i) | (i // x != j // x) & ((i >= n) | (not is_late))
 
+    def list_windows(who: str, is_late: bool) -> list[Hypothesis]:
+        words, firsts = "the last {{x:.0f}} tokens and the first {}", (4, 1, 2, 16)
+        rules: dict[str, Any] = {words.format(first): partial(window, first=first) for first in firsts}
+        rules["own blocks of {x:.0f} tokens"] = blocks
+        return [
+            hidden(f"{who} {label}", LENGTHS, partial(rule, is_late=is_late), True, "sliding_window", fit="whole")
+            for label, rule in rules.items()
+        ]
+
+    if not attentions:
+        return
     spans = sorted({*(0 for own in windows.values() if own < 10**9), *LENGTHS, 40})
-    label = "attention to {x:.0f} tokens (0: all)"
-    yield hidden("sliding_window", label, spans, window, True, is_local=True, details=other_windows)
-    causal = lambda i, j, n, x: (j > i) & (j >= n)  # noqa: E731
-    yield hidden("attention_mask", "the prompt is read in both directions", (0,), causal, True)
-    pages = (4, 8, 16, 32, 64)
-    rules: tuple[tuple[str, Sequence[float], Callable[..., Tensor]], ...] = (
+    how: dict[str, Any] = {"is_all": True, "fault": "sliding_window", "fit": "whole"}
+    details = partial(list_windows, "attention to", False)
+    yield hidden("attention to {x:.0f} tokens (0: all)", spans, window, **how, is_local=True, details=details)
+    late, details = partial(window, is_late=True), partial(list_windows, "decoding sees", True)
+    yield hidden("decoding sees {x:.0f} tokens", LENGTHS, late, **how, details=details)
+    chunks = "chunks of {x:.0f} prompt tokens"
+    rules: tuple[tuple[Any, ...], ...] = (
+        ("the prompt is read in both directions", (0,), lambda i, j, n, x: (j > i) & (j >= n), True),
+        (f"{chunks} are read in both directions", CHUNKS, lambda i, j, n, x: (j > i) & ((j >= n) | (j // x != i // x)), True),
+        (f"masks of {chunks} begin at the first key", CHUNKS, lambda i, j, n, x: (i < n) & (j > i % x)),
+        (f"{chunks} do not see earlier ones", CHUNKS, lambda i, j, n, x: (i < n) & (j < i // x * x)),
+        (f"{chunks} do not see their own earlier tokens", CHUNKS, lambda i, j, n, x: (i < n) & (x <= i) & (i // x * x <= j) & (j < i)),
+        *((f"{chunks} do not see the {y} before them", CHUNKS, lambda i, j, n, x, y=y: (i < n) & (j < i // x * x) & (j >= i // x * x - y)) for y in (1, 16)),
         ("nothing sees the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= x) & (j < x)),
         ("page {x:.0f} of 16 tokens is not seen", range(8), lambda i, j, n, x: (j // 16 == x) & (i // 16 > x)),
         ("tokens from {x:.0f} on do not see the one before them", LENGTHS, lambda i, j, n, x: (j == x - 1) & (i >= x)),
-        ("tokens do not see each {x:.0f}th one", pages, lambda i, j, n, x: (j % x == x - 1) & (j < i)),
+        ("tokens do not see each {x:.0f}th one", PAGES, lambda i, j, n, x: (j % x == x - 1) & (j < i)),
         ("decoding does not see the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= n) & (j < x)),
         ("decoding does not see the last {x:.0f} prompt tokens", FEW, lambda i, j, n, x: (i >= n) & (j >= n - x) & (j < n)),
         ("decoding does not see the {x:.0f} tokens before it", FEW, lambda i, j, n, x: (i >= n) & (j < i) & (j >= i - x)),
         ("decoding does not see sampled tokens before the last {x:.0f}", (0, *FEW), lambda i, j, n, x: (j >= n) & (j < i - x)),
-        ("decoding does not see the open page of {x:.0f}", pages, lambda i, j, n, x: (i >= n) & (j // x == i // x) & (j < i)),
-        ("decoding does not see the first token of an open page of {x:.0f}", pages, lambda i, j, n, x: (i >= n) & (j == i) & (i % x == 0)),
-        ("decoding does not see sampled tokens of closed pages of {x:.0f}", pages, lambda i, j, n, x: (j >= n) & (j // x < i // x)),
+        ("decoding does not see the open page of {x:.0f}", PAGES, lambda i, j, n, x: (i >= n) & (j // x == i // x) & (j < i)),
+        ("decoding does not see the prompt's open page of {x:.0f}", PAGES, lambda i, j, n, x: (i >= n) & (j >= n // x * x) & (j < n)),
+        ("decoding does not see the first token of an open page of {x:.0f}", PAGES, lambda i, j, n, x: (i >= n) & (j == i) & (i % x == 0)),
+        ("decoding does not see sampled tokens of closed pages of {x:.0f}", PAGES, lambda i, j, n, x: (j >= n) & (j // x < i // x)),
     )  # fmt: skip
-    for label, grid, rule in rules:
-        yield hidden("attention_mask", label, grid, rule)
+    for label, *rule in rules:
+        yield hidden(label, *rule)
 
 
 # Weights: other ones, missing, exchanged, in another order.
@@ -301,7 +358,7 @@ class Place:
 
     module: nn.Module
     attribute: str
-    name: str
+    name: str = ""
 
     @property
     def weight(self) -> Tensor:
@@ -312,14 +369,13 @@ class Place:
 
         def apply(trial: Trial, x: float) -> None:
             own = trial.saved.get(self.name) if saved else None
-            trial.set(
-                self.module, self.attribute, to(trial.get(self.module, self.attribute) if own is None else own, x)
-            )
+            own = trial.get(self.module, self.attribute) if own is None else own
+            trial.set(self.module, self.attribute, to(own, x))
 
         return apply
 
 
-def list_places(model: Any) -> dict[str, Place]:
+def _list_places(model: Any) -> dict[str, Place]:
     names = {own: name for name, own in model.named_parameters()}
     first = model.get_input_embeddings()
     is_shared = first.weight is getattr(model.get_output_embeddings(), "weight", None)
@@ -338,145 +394,118 @@ def _put_all(places: Mapping[str, Place], to: Callable[[Tensor, float], Tensor],
     return {name: place.put(to, **how) for name, place in places.items()}
 
 
-def _find(model: nn.Module, pattern: str) -> dict[str, Any]:
-    return {at: one for at, one in model.named_modules() if re.search(pattern, at)}
-
-
-def _having(model: nn.Module, *names: str) -> dict[str, Any]:
-    return {at: one for at, one in model.named_modules() if all(getattr(one, name, None) is not None for name in names)}
-
-
-def _hook_all(
-    modules: Mapping[str, nn.Module], change: Callable[[Any, Any, float], Any], **how: bool
-) -> dict[str, Apply]:
-    """`change(inputs, output, x)` replaces the output of each module."""
-
-    def hook(module: nn.Module, trial: Trial, x: float) -> None:
-        trial.hook(module, lambda inputs, output: change(inputs, output, x), **how)
-
-    return {name: partial(hook, module) for name, module in modules.items()}
-
-
-def by_kind(units: Units) -> Mapping[str, Units]:
-    """By what is after the number of the layer."""
-    kinds: dict[str, dict[str, Apply]] = {}
-    for name, unit in units.items():
-        kinds.setdefault(re.sub(r"^.*?\.\d+\.", "", name), {})[name] = unit
-    return kinds
-
-
 def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> Iterator[Hypothesis]:
     """Of the same run, which the user gave: in all of the model, in parts, or for some of the tokens."""
     if reference.adapter is not None:
         units: dict[str, Apply] = {}
-        for name, by in adapter_deltas(reference.model, reference.adapter).items():
-            place = Place(reference.model.get_submodule(name), "weight", f"{name}.weight")
+        for name, by in ref.adapter_deltas(reference.model, reference.adapter).items():
+            place = Place(reference.model.get_submodule(name), "weight")
             units[name] = place.put(lambda now, x, by=by: now + (x - 1) * by)
         yield from _in_spans(Hypothesis("adapter_missing", "the adapter times {x:.3g}", units, (0.0, *FAR), "real"))
     if previous is None:
         return
-    old, changed = load_model(previous).state_dict(), dict[str, Apply]()
+    old, changed = ref.load_model(previous).state_dict(), dict[str, Apply]()
     scaled, shards = dict[str, Apply](), {count: dict[str, Apply]() for count in (2, 4, 8)}
-    for name, place in list_places(reference.model).items():
+    for name, place in _list_places(reference.model).items():
         own, was = place.weight, old.get(place.name)
         before = own if was is None or was.shape != own.shape else was.to(dtype).float()
-        if not torch.equal(before, own):
-            changed[name] = place.put(lambda now, x, was=before: was + x * (now - was))
-        if place.name.endswith("_proj.weight") and name in changed:
-            for count, units in shards.items():
-                units[name] = place.put(partial(_keep_shard, was=before, count=count, is_last=name.endswith(LAST)))
+        if torch.equal(before, own):
+            continue
+        changed[name] = place.put(lambda now, x, was=before: was + x * (now - was))
+        for count, units in shards.items() if own.dim() > 1 else ():
+            units[name] = place.put(partial(_keep_shard, was=before, count=count, is_last=name.endswith(LAST)))
+        if place.name.endswith("_proj.weight"):
             scaled[name] = place.put(lambda now, x, was=before: to_float8(now, was))
+    if changed:
+        label, grid = "the previous weights, and {x:.3g} of the update", (0.0, 0.5, 1.0, 2.0, 0.9, 1.1)
+        yield from _in_spans(Hypothesis("stale_weights", label, changed, grid, "real"))
     for count, units in shards.items():
         yield Hypothesis("stale_weights", f"the previous weights in shard {{x:.0f}} of {count}", units, range(count))
     yield Hypothesis("fp8_weights", "float8 per matrix, scales of the previous weights", scaled, is_rounding=True)
-    label, grid = "the previous weights, and {x:.3g} of the update", (0.0, 0.5, 1.0, 2.0, 0.9, 1.1)
-    if changed:
-        yield from _in_spans(Hypothesis("stale_weights", label, changed, grid, "real"))
 
 
 def _keep_shard(now: Tensor, x: float, *, was: Tensor, count: int, is_last: bool) -> Tensor:
     """One rank of tensor parallelism has other weights: some rows, or columns where sums are split."""
-    places = torch.arange(now.shape[-1 if is_last else 0]) * count // now.shape[-1 if is_last else 0] == x
+    size = now.shape[-1 if is_last else 0]
+    places = torch.arange(size) * count // size == x
     return torch.where(places if is_last else places[:, None], was, now)
 
 
 def _in_spans(whole: Hypothesis) -> Iterator[Hypothesis]:
     yield whole
-    counts, zero = (16, 1, 2, 4, 8, 24, 32, 48, 64, 96, 128, 192, 256), dict[str, Apply]()
+    counts, late = (16, 1, 2, 4, 8, 24, 32, 48, 64, 96, 128, 192, 256), (0, *FEW, 12, 20, 24)
     spans: tuple[tuple[str, str, Sequence[float], Span], ...] = (
         ("prefix_cache", "full pages of {x:.0f} prompt tokens", (16, 4, 8, 32, 64, 128), lambda seen, x: (0, (seen.prompt_tokens - 1) // x * x)),
         ("prefix_cache", "{x:.0f} first tokens", counts, lambda seen, x: (0, min(x, seen.prompt_tokens - 1))),
         ("prefix_cache", "the prompt but its last token", (0,), lambda seen, x: (0, seen.prompt_tokens - 1)),
-        (whole.fault, "the prompt", (0,), lambda seen, x: (0, seen.prompt_tokens)),
-        (whole.fault, "sampled tokens", (0,), lambda seen, x: (seen.prompt_tokens, len(seen.token_ids))),
+        (whole.fault, "the prompt and {x:.0f} sampled tokens", late, lambda seen, x: (0, seen.prompt_tokens + x)),
+        (whole.fault, "sampled tokens but {x:.0f}", late, lambda seen, x: (seen.prompt_tokens + x, len(seen.token_ids))),
     )  # fmt: skip
-    for at, unit in whole.units.items():
-        zero[at] = lambda trial, x, unit=unit: unit(trial, 0.0)
+    zero = _at(whole.units, lambda unit, trial, x: unit(trial, 0.0))
     for fault, words, grid, span in spans:
         label = f"{whole.label.format(x=0)}, for {words} alone"
         yield replace(whole, fault=fault, label=label, units=zero, grid=grid, fit="", span=span)
 
 
-def _exchange(one: nn.Module, other: nn.Module, trial: Trial, x: float) -> None:
-    for a, b in zip(one.modules(), other.modules(), strict=False):
+def _exchange(pair: tuple[nn.Module, nn.Module], trial: Trial, x: float, *, is_copy: bool = False) -> None:
+    """`is_copy`: the first has the weights of the other, which keeps its own."""
+    for a, b in zip(*(one.modules() for one in pair), strict=False):
         for name, own in a.named_parameters(recurse=False):
             if getattr(getattr(b, name, None), "shape", None) == own.shape:
                 first, second = trial.get(a, name), trial.get(b, name)
                 trial.set(a, name, second)
-                trial.set(b, name, first)
+                if not is_copy:
+                    trial.set(b, name, first)
 
 
-def _parts(reference: Reference, specials: Sequence[int]) -> Iterator[Hypothesis]:
+def _list_parts(reference: Reference, specials: Sequence[int]) -> Rows:
     """Left out, set to 0, or exchanged."""
-    model, places = reference.model, list_places(reference.model)
+    model, places = reference.model, _list_places(reference.model)
     layers, named = _find(model, LAYERS), dict(model.named_modules())
-
-    def some(fault: str, label: str, units: Units, grid: Sequence[float] = (0.0,)) -> Hypothesis:
-        return Hypothesis(fault, label, units, grid, is_partial=True)
-
-    skipped = _hook_all(layers, lambda inputs, output, x: inputs[0])
-    skipped |= _hook_all(_find(model, r"\.(self_attn|mlp|shared_experts?)$"), lambda inputs, output, x: output * 0)
-    yield some("layer_skipped", "left out", skipped)
+    zero = _out(lambda inputs, output, x: output * 0)
+    branches = _at(_find(model, r"\.(self_attn|mlp|shared_experts?)$"), zero)
     pairs = [*(combinations(layers, 2) if len(layers) < 9 else pairwise(layers))]
-    swaps = {f"{a} and {b}": partial(_exchange, layers[a], layers[b]) for a, b in pairs}
-    yield some("layer_order", "exchanged", swaps)
-    gated = _having(model, "gate_proj", "up_proj")
-    units = {at: partial(_exchange, one.gate_proj, one.up_proj) for at, one in gated.items()}
-    yield Hypothesis("projection_order", "gate and up projections exchanged", units)
+    swaps = {f"{a} and {b}": (layers[a], layers[b]) for a, b in pairs}
+    copies = {f"{a} as {b}": (layers[a], layers[b]) for a, b in [*pairs, *((b, a) for a, b in pairs)]}
     # Sums over the inner size, in the shards of tensor parallelism or by heads.
     cut: dict[str, Apply] = {}
     for at, one in places.items():
-        if at.endswith(LAST):
-            size = one.weight.shape[1]
-            heads = size // getattr(named.get(at.removesuffix(".o_proj.weight")), "head_dim", size)
-            for shards in {2, 4, heads} - {1}:
-                for shard in range(shards) if shards * len(layers) <= 64 else ():
-                    is_kept = torch.arange(size) * shards // size != shard
-                    cut[f"{at} (part {shard + 1} of {shards})"] = one.put(lambda own, x, kept=is_kept: own * kept)
-    yield some("partial_sum", "a part of the sum is missing", cut)
-    yield some("weights_missing", "set to 0", _put_all(places, lambda own, x: own * 0))
+        size = one.weight.shape[-1]
+        heads = size // getattr(named.get(at.removesuffix(".o_proj.weight")), "head_dim", size)
+        for shards in {2, 4, heads} - {1} if at.endswith(LAST) else ():
+            for shard in range(shards) if shards * len(layers) <= 64 else ():
+                is_kept = torch.arange(size) * shards // size != shard
+                cut[f"{at} (part {shard + 1} of {shards})"] = one.put(lambda own, x, kept=is_kept: own * kept)
     ends = {at: one for at, one in places.items() if one.weight.shape[:1] == (reference.vocab_size,)}
-    rows = {f"row {n} of {at}": one.put(partial(_blank, n=n)) for at, one in ends.items() for n in specials}
-    yield some("weights_missing", "rows of special tokens set to 0", rows)
+    rows = {f"row {n} of {at}": one.put(partial(_blank, n)) for at, one in ends.items() for n in specials}
+    yield "layer_skipped", "left out", _at(layers, _out(lambda inputs, output, x: inputs[0])) | branches, PARTIAL
+    yield "layer_order", "exchanged", _at(swaps, _exchange), PARTIAL
+    yield "layer_order", "weights of another layer", _at(copies, partial(_exchange, is_copy=True)), PARTIAL
+    yield "partial_sum", "a part of the sum is missing", cut, PARTIAL
+    yield "weights_missing", "set to 0", _put_all(places, lambda own, x: own * 0), PARTIAL
+    yield "weights_missing", "rows of special tokens set to 0", rows, PARTIAL
+    for names in (("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("q_proj", "k_proj")):
+        both = {at: tuple(getattr(one, name) for name in names) for at, one in _having(model, *names).items()}
+        same = {at: pair for at, pair in both.items() if pair[0].weight.shape == pair[1].weight.shape}
+        yield "projection_order", f"{' and '.join(names)} exchanged", _at(same, _exchange)
     if not getattr(reference.config, "tie_word_embeddings", True):
-        tie = lambda trial, x: trial.set(  # noqa: E731
-            model.get_output_embeddings(), "weight", model.get_input_embeddings().weight.data
+        first = model.get_input_embeddings().weight.data
+        yield (
+            "tied_head",
+            "output layer = embedding",
+            _at({"": model.get_output_embeddings()}, _set("weight", lambda own, x: first)),
         )
-        yield Hypothesis("tied_head", "output layer = embedding", {"": tie})
 
 
-def _blank(own: Tensor, x: float, *, n: int) -> Tensor:
+def _blank(n: int, own: Tensor, x: float) -> Tensor:
     return own.index_fill(0, torch.tensor([n]), 0.0)
 
 
 # Rows of a projection as a grid (d: size of a head, g: query heads of a key head), and what happens to that.
 Order: TypeAlias = tuple[Callable[[int, int], tuple[int, ...]], Callable[[Tensor], Tensor]]
 _transpose, _transpose_last = (partial(torch.transpose, dim0=n, dim1=n + 1) for n in (0, 1))
-_flip, _flip_second, _roll = (
-    partial(torch.flip, dims=(0,)),
-    partial(torch.flip, dims=(1,)),
-    partial(torch.roll, shifts=1, dims=0),
-)
+_flip, _flip_second = (partial(torch.flip, dims=(n,)) for n in (0, 1))
+_roll = partial(torch.roll, shifts=1, dims=0)
 HEADS: Mapping[str, Order] = {
     "halves of a head as pairs of neighbours": (lambda d, g: (-1, d // 2, 2), _transpose_last),
     "pairs of neighbours as halves of a head": (lambda d, g: (-1, 2, d // 2), _transpose_last),
@@ -496,128 +525,74 @@ ROWS: Mapping[str, Order] = {
     "even rows, then odd rows": (lambda d, g: (-1, 2), _transpose),
     "halves interleaved": (lambda d, g: (2, -1), _transpose),
     "moved on by one": (lambda d, g: (-1, 1), _roll),
+    "transposed": (lambda d, g: (-1,), lambda own: own.T if own.shape[0] == own.shape[-1] else own),
 }
 
 
-def _reorder(own: Tensor, order: Order, d: int = 1, g: int = 1) -> Tensor:
-    shape, change = order[0](d, g), order[1]
-    if len(own) % math.prod(size for size in shape if size > 0):
-        return own  # it has no such grid
-    return change(own.unflatten(0, shape)).flatten(0, len(shape) - 1)
+def _reorder(parts: Sequence[str], order: Order, owner: Any, trial: Trial, x: float) -> None:
+    shape = order[0](getattr(owner, "head_dim", 1), getattr(owner, "num_key_value_groups", 1))
+    size = math.prod(one for one in shape if one > 0)
+    for name in parts:
+        part, is_last = getattr(owner, name, nn.Module()), name in ("o_proj", "down_proj")
+        for attribute, weight in part.named_parameters():
+            own = weight.data.T if is_last else weight.data
+            if len(own) % size == 0 and (own.dim() > 1 or not is_last):  # else it has no such grid
+                changed = order[1](own.unflatten(0, shape)).flatten(0, len(shape) - 1)
+                trial.set(part, attribute, changed.T if is_last else changed)
 
 
-def _orders(reference: Reference) -> Iterator[Hypothesis]:
+def _list_orders(reference: Reference) -> Rows:
     """Rows of projections (columns of the last ones) in another order, as loaders split and join them."""
-    attentions, mlps = (
-        _having(reference.model, "q_proj", "head_dim"),
-        _having(reference.model, "gate_proj", "down_proj"),
-    )
-
-    def reorder(one: Any, parts: Sequence[str], order: Order, trial: Trial, x: float) -> None:
-        d, g = getattr(one, "head_dim", 1), getattr(one, "num_key_value_groups", 1)
-        for name in parts:
-            part, is_last = getattr(one, name, nn.Module()), name in ("o_proj", "down_proj")
-            for attribute, own in part.named_parameters():
-                if own.dim() > 1 or not is_last:
-                    changed = _reorder(own.data.T if is_last else own.data, order, d, g)
-                    trial.set(part, attribute, changed.T if is_last else changed)
-
-    def each(owners: Mapping[str, Any], parts: Sequence[str], orders: Mapping[str, Order]) -> Iterator[Hypothesis]:
-        for words, order in orders.items():
-            units = {at: partial(reorder, one, parts, order) for at, one in owners.items()}
-            turns = "hal" in words and {"q_proj", "k_proj"} <= {*parts} and "v_proj" not in parts
-            yield Hypothesis("rope" if turns else "projection_order", f"{', '.join(parts)}: {words}", units)
-
+    attentions = _having(reference.model, "q_proj", "head_dim")
+    mlps = _having(reference.model, "gate_proj", "down_proj")
     both, singles = ("q_proj", "k_proj"), [(f"{name}_proj",) for name in "qkvo"]
     normed = [(*both, "q_norm", "k_norm")] if any(hasattr(one, "q_norm") for one in attentions.values()) else []
-    for parts in (both, *normed, *singles, ("k_proj", "v_proj"), ("q_proj", "o_proj"), (*both, "v_proj")):
-        yield from each(attentions, parts, HEADS)
-    for parts in (*singles, both, (*both, "v_proj")):
-        yield from each(attentions, parts, ROWS)
-    for parts in (("gate_proj",), ("up_proj",), ("down_proj",), ("gate_proj", "up_proj")):
-        yield from each(mlps, parts, ROWS)
-    fused = {at: partial(_split_fused, one) for at, one in mlps.items()}
+    grouped = [both, *normed, *singles, ("k_proj", "v_proj"), ("q_proj", "o_proj"), (*both, "v_proj")]
+    for owners, orders, kinds in (
+        (attentions, HEADS, grouped),
+        (attentions, ROWS, [*singles, both, (*both, "v_proj")]),
+        (mlps, ROWS, [("gate_proj",), ("up_proj",), ("down_proj",), ("gate_proj", "up_proj")]),
+    ):
+        for parts in kinds:
+            turns = {*both} <= {*parts} and "v_proj" not in parts
+            for words, order in orders.items():
+                fault = "rope" if turns and "hal" in words else "projection_order"
+                yield fault, f"{', '.join(parts)}: {words}", _at(owners, partial(_reorder, parts, order))
     label = "gate and up rows joined in shards of {x:.0f}, split as halves"
-    yield Hypothesis("projection_order", label, fused, (2, 4, 8, 10**9))
+    yield "projection_order", label, _at(mlps, _split_fused), (2, 4, 8, 10**9)
 
 
 def _split_fused(mlp: Any, trial: Trial, x: int) -> None:
-    gate, up = mlp.gate_proj.weight.data, mlp.up_proj.weight.data
-    both = [one.unflatten(0, (min(x, len(gate)), -1)) for one in (gate, up)]
-    for part, rows in zip((mlp.gate_proj, mlp.up_proj), torch.stack(both, dim=1).flatten(0, 2).chunk(2), strict=True):
+    parts = (mlp.gate_proj, mlp.up_proj)
+    both = [one.weight.data.unflatten(0, (min(x, len(one.weight)), -1)) for one in parts]
+    for part, rows in zip(parts, torch.stack(both, dim=1).flatten(0, 2).chunk(2), strict=True):
         trial.set(part, "weight", rows)
 
 
-# Settings of operators; sizes of what they return.
+# Settings of operators, and other operators.
 
 
-def _settings(reference: Reference) -> Iterator[Hypothesis]:
-    """Other values of an attribute, in all modules that have one or in some."""
-    model, config = reference.model, reference.config
-    base = (getattr(config, "rope_parameters", None) or {}).get("rope_theta") or 0.0
-    place = lambda own: torch.arange(own.shape[0]) / own.shape[0]  # noqa: E731
-    times = lambda own, x: own * x  # noqa: E731
-    bases, epsilons = [base * by for by in (*FAR, 10.0, 100.0, 0.1, 0.01)], [10.0**-n for n in (2, 3, 4, 5, 7, 12)]
-    rows: list[tuple[Any, ...]] = [
-        ("attention_scale", "attention scores times {x:.4g}", "scaling", times, (*FAR, 8.0), "real"),
-        ("rope", "rope base {x:.4g}", "inv_freq", lambda own, x: own * (x / base) ** -place(own), bases, "real"),
-        ("rope", "rope frequencies ÷ {x:.4g}", "inv_freq", lambda own, x: own / x, (*FAR, 8.0), "real"),
-        ("rope", "rope frequencies in bfloat16", "inv_freq", lambda own, x: own.bfloat16().float()),
-        ("rope", "{x:.2g} of the dimensions turn", "inv_freq", lambda own, x: own * (place(own) < x), (0.5, 0.25, 0.75, 0)),
-        ("rope", "rope turns the other way", "inv_freq", lambda own, x: -own),
-        ("rope", "cosines and sines times {x:.4g}", "attention_scaling", times, (*FAR, 8.0), "real"),
-        ("norm_epsilon", "norm epsilon {x:.3g}", "variance_epsilon", lambda own, x: x, epsilons, "real"),
-        ("norm_epsilon", "norm epsilon {x:.3g}", "eps", lambda own, x: x, epsilons, "real"),
-        ("bias_dropped", "biases set to 0", "bias", lambda own, x: own * 0),
-    ]  # fmt: skip
-    for fault, label, name, change, *how in rows:
-        owners = _having(model, name)
-        if owners and (fault != "rope" or base):
-            units = {at: partial(_set, one, name, change) for at, one in owners.items()}
-            yield Hypothesis(fault, label, units, *how)
+def _times(own: Any, x: float) -> Any:
+    return own * x
+
+
+def _list_settings(model: Any, config: Any) -> Rows:
     queries = {at: getattr(one, "q_norm", None) or one.q_proj for at, one in _having(model, "q_proj", "k_proj").items()}
-    units = _hook_all(queries, _grow)
-    yield Hypothesis(
-        "attention_scale", "queries grow with the position ÷ {x:.0f}", units, (8, 16, 32, 64, 8192), "whole"
+    layers, split = (
+        _find(model, LAYERS),
+        _having(model, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
     )
-    acts: tuple[Any, ...] = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU(), nn.Sigmoid(), nn.Identity())
-    quick = {"quick GELU": lambda value: value * torch.sigmoid(1.702 * value)}
-    activations = {at: one.act_fn for at, one in _having(model, "act_fn").items()}
-    for words, act in ({str(act): act for act in acts} | quick).items():
-        units = _hook_all(activations, lambda inputs, output, x, act=act: act(inputs[0]))
-        yield Hypothesis("activation", f"{words} as activation", units)
-    if base and hasattr(getattr(model, "model", None), "rotary_emb"):
-        if config.rope_parameters.get("rope_type", "default") != "default":
-            yield Hypothesis("rope", "rope without scaling", {"": partial(_rebuild_rope, rope_type="default")})
-        for label, is_whole in (("the whole", True), ("a part of the", False)):
-            yarn = partial(_rebuild_rope, rope_type="yarn", is_whole=is_whole)
-            yield Hypothesis("rope", f"YaRN by {{x:.0f}} from {label} context", {"": yarn}, (2, 4, 8, 16, 32))
-        table = lambda inputs, out, x: tuple(one.bfloat16().to(one.dtype) for one in out)  # noqa: E731
-        units = _hook_all({"": model.model.rotary_emb}, table, is_whole=True)
-        yield Hypothesis("rope", "cosines and sines in bfloat16", units)
-    norms = {at: one for at, one in _having(model, "weight").items() if "Norm" in type(one).__name__}
-    weights = {at: Place(one, "weight", f"{at}.weight") for at, one in norms.items()}
-    off = _hook_all(norms, lambda inputs, output, x: inputs[0])
-    heads = {at: one for at, one in off.items() if at.endswith(("q_norm", "k_norm"))}
-    ones, more = (_put_all(weights, to) for to in (lambda own, x: torch.ones_like(own), lambda own, x: own + x))
-    yield Hypothesis("norm_missing", "norms without their weights", ones, is_partial=True)
-    yield Hypothesis("norm_missing", "{x:+.0f} added to the weights of norms", more, (1, -1))
-    for kind, units in {"norms of queries and keys": heads, **by_kind(off)}.items():
-        yield Hypothesis("norm_missing", f"{kind} left out", units)
-    embedded = _hook_all({"embedding": model.get_input_embeddings()}, lambda inputs, output, x: output * x)
-    sizes = (*FAR, config.hidden_size**0.5)
-    yield Hypothesis("embedding_scale", "embeddings times {x:.4g}", embedded, sizes, "real")
-    layers = _find(model, LAYERS)
-    stay = _hook_all(layers, lambda inputs, output, x: inputs[0] * (x - 1) + output)
-    yield Hypothesis("residual", "what a layer was given times {x:.4g}", stay, (0.0, *FAR), "real", is_local=True)
-    split = {at: layers[at] for at in _having(model, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")}
-    label = "the residual is taken after the norm (1: attention, 2: MLP, 3: both)"
-    units = {at: partial(_residual_after_norm, one) for at, one in split.items()}
-    yield Hypothesis("residual", label, units, (1, 2, 3), is_local=True)
-
-
-def _set(owner: Any, name: str, change: Callable[[Any, Any], Any], trial: Trial, x: float) -> None:
-    trial.set(owner, name, change(trial.get(owner, name), x))
+    after = (
+        "the residual is taken after the norm (1: attention, 2: MLP, 3: both), or the MLP does not see attention (4)"
+    )
+    return (
+        ("attention_scale", "attention scores times {x:.4g}", _at(_having(model, "scaling"), _set("scaling", _times)), (*FAR, 8.0), "real"),
+        ("attention_scale", "queries grow with the position ÷ {x:.0f}", _at(queries, _out(_grow)), (8, 16, 32, 64, 8192), "whole"),
+        ("bias_dropped", "biases set to 0", _at(_having(model, "bias"), _set("bias", lambda own, x: own * 0))),
+        ("embedding_scale", "embeddings times {x:.4g}", _at({"embedding": model.get_input_embeddings()}, _out(lambda inputs, output, x: output * x)), (*FAR, config.hidden_size**0.5), "real"),
+        ("residual", "what a layer was given times {x:.4g}", _at(layers, _out(lambda inputs, output, x: inputs[0] * (x - 1) + output)), (0.0, *FAR), "real", LOCAL),
+        ("residual", after, _at(split, _other_residual), (1, 2, 3, 4), LOCAL),
+    )  # fmt: skip
 
 
 def _grow(inputs: Any, output: Tensor, x: float) -> Tensor:
@@ -626,85 +601,169 @@ def _grow(inputs: Any, output: Tensor, x: float) -> Tensor:
     return output * by.view(-1, *[1] * (output.dim() - 2))
 
 
-def _residual_after_norm(layer: Any, trial: Trial, x: int) -> None:
+def _other_residual(layer: Any, trial: Trial, x: int) -> None:
+    held: list[Tensor] = []
+
+    def hold(inputs: Any, output: Tensor) -> Tensor:
+        held.append(inputs[0] if x == 4 else output - inputs[0])
+        return output
+
     pairs = ((layer.input_layernorm, layer.self_attn), (layer.post_attention_layernorm, layer.mlp))
     for bit, (norm, branch) in enumerate(pairs):
         if x >> bit & 1:
-            held: list[Tensor] = []
-            trial.hook(norm, lambda inputs, output, held=held: (held.append(output - inputs[0]), output)[1])
-            trial.hook(branch, lambda inputs, output, held=held: output + held.pop())
+            trial.hook(norm, hold)
+            trial.hook(branch, lambda inputs, output: output + held.pop())
+    if x == 4:
+        trial.hook(layer.input_layernorm, hold)
+        trial.hook_inputs(layer.post_attention_layernorm, lambda states: held.pop())
 
 
-def _rebuild_rope(trial: Trial, x: float, *, rope_type: str, is_whole: bool = True) -> None:
+def _list_ropes(model: Any, config: Any) -> Rows:
+    base = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    own = getattr(getattr(model, "model", None), "rotary_emb", None)
+    if not base:
+        return
+    place = lambda own: torch.arange(own.shape[0]) / own.shape[0]  # noqa: E731
+    still = lambda turns: (torch.ones_like(turns[0]), torch.zeros_like(turns[1]))  # noqa: E731
+    settings: Rows = (
+        ("rope base {x:.4g}", "inv_freq", lambda own, x: own * (x / base) ** -place(own), [base * by for by in (*FAR, 10.0, 100.0, 0.1, 0.01)], "real"),
+        ("rope frequencies ÷ {x:.4g}", "inv_freq", lambda own, x: own / x, (*FAR, 8.0), "real"),
+        ("rope frequencies in bfloat16", "inv_freq", lambda own, x: own.bfloat16().float()),
+        ("{x:.2g} of the dimensions turn", "inv_freq", lambda own, x: own * (place(own) < x), (0.5, 0.25, 0.75, 0)),
+        ("rope turns the other way", "inv_freq", lambda own, x: -own),
+        ("cosines and sines times {x:.4g}", "attention_scaling", _times, (*FAR, 8.0), "real"),
+    )  # fmt: skip
+    for label, name, change, *how in settings:
+        yield "rope", label, _at(_having(model, name), _set(name, change)), *how
+    if own is None:
+        return
+    longest, scales = config.max_position_embeddings, (2, 4, 8, 16, 32)
+    llama = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for label, grid, given in (
+        *((("rope without scaling", (0,), {"rope_type": "default"}),) if own.rope_type != "default" else ()),
+        ("YaRN by {x:.0f} from the whole context", scales, {"rope_type": "yarn", "from": longest}),
+        ("YaRN by {x:.0f} from a part of the context", scales, {"rope_type": "yarn"}),
+        ("Llama 3's scaling by {x:.0f} from the whole context", scales, {**llama, "from": longest}),
+        ("Llama 3's scaling by {x:.0f} from 8192", scales, {**llama, "from": 8192}),
+    ):
+        yield "rope", label, {"": partial(_rebuild_rope, given)}, grid
+
+    def turn(to: Rounding, inputs: Any, out: Any, x: float) -> Any:
+        angles = to(torch.arange(out[0].shape[1])[:, None] * own.inv_freq).repeat(1, 2)
+        return tuple((each * own.attention_scaling).expand_as(out[0]) for each in (angles.cos(), angles.sin()))
+
+    for name, to in NARROW.items():
+        table = lambda inputs, out, x, to=to: tuple(to(one) for one in out)  # noqa: E731
+        yield "rope", f"cosines and sines in {name}", _at({"": own}, _out(table, is_whole=True))
+        yield "rope", f"angles of rotation in {name}", _at({"": own}, _out(partial(turn, to), is_whole=True))
+    stop = lambda one, trial, x: trial.give(one, "position_embeddings", still)  # noqa: E731
+    yield "rope", "queries and keys are not turned", _at(_having(model, "q_proj", "k_proj"), stop), LOCAL
+
+
+def _rebuild_rope(given: Mapping[str, Any], trial: Trial, x: float) -> None:
     config, own = copy.deepcopy(trial.model.config), trial.model.model.rotary_emb
-    longest = config.max_position_embeddings
-    more = {"factor": x, "original_max_position_embeddings": longest if is_whole else int(longest / x)} if x else {}
-    config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], "rope_type": rope_type, **more}
+    scaled = {"factor": x, "original_max_position_embeddings": int(config.max_position_embeddings / x)} if x else {}
+    scaled |= {name.replace("from", "original_max_position_embeddings"): value for name, value in given.items()}
+    config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], **scaled}
     other = type(own)(config)
     for name in ("inv_freq", "attention_scaling", "rope_type"):
         trial.set(own, name, getattr(other, name))
 
 
-def _sizes(model: nn.Module) -> Iterator[Hypothesis]:
-    """What any part returns, times a number."""
-    scaled = _hook_all(_find(model, r"(proj|norm|self_attn|mlp)$"), lambda inputs, output, x: output * x)
-    added = {at: unit for at, unit in scaled.items() if at.endswith(("self_attn", "mlp"))}
-    for kind, units in {"attention and MLP": added, **by_kind(scaled)}.items():
-        label = f"what {kind} returns times {{x:.4g}}"
-        yield Hypothesis("weight_scale", label, units, (*FAR, 0.0), "real", is_general=True)
+def _list_activations(model: nn.Module, config: Any) -> Rows:
+    acts: tuple[Any, ...] = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.ReLU(), nn.Sigmoid(), nn.Identity())
+    others = {"quick GELU": lambda z: z * torch.sigmoid(1.702 * z), "squared ReLU": lambda z: z.relu().square()}
+    owners = {at: one.act_fn for at, one in _having(model, "act_fn").items()}
+    for words, act in ({str(act): act for act in acts} | others).items():
+        change = lambda inputs, output, x, act=act: act(inputs[0])  # noqa: E731
+        yield "activation", f"{words} as activation", _at(owners, _out(change))
+    # Gated units: of the value before the activation, and of the one that it is multiplied by.
+    plain, top, both = lambda z, x: z, lambda z, x: z.clamp(max=x), lambda z, x: z.clamp(-x, x)
+    sizes, mlps = [0.25 * 2 ** (n / 2) for n in range(15)], _having(model, "gate_proj", "up_proj")
+    for label, changes, *how in (
+        ("gate values at most {x:.4g}, the others within it", (top, both), sizes, "real", LOCAL),
+        ("gate values at most {x:.4g}", (top, plain), sizes, "real", LOCAL),
+        ("gate and other values within {x:.4g}", (both, both), sizes, "real", LOCAL),
+        ("{x:+.0f} added to what the gate multiplies", (plain, lambda z, x: z + x), (1,), LOCAL),
+    ):
+        yield "activation", label, _at(mlps, partial(_change_gate, changes)), *how
 
 
-# Mixtures.
+def _change_gate(changes: Sequence[Callable[[Tensor, float], Tensor]], mlp: Any, trial: Trial, x: float) -> None:
+    for part, change in zip((mlp.gate_proj, mlp.up_proj), changes, strict=True):
+        trial.hook(part, lambda inputs, output, change=change: change(output, x))
 
 
-def _experts(model: nn.Module) -> Iterator[Hypothesis]:
+def _list_norms(model: nn.Module, config: Any) -> Rows:
+    norms = {at: one for at, one in _having(model, "weight").items() if "Norm" in type(one).__name__}
+    off = _at(norms, _out(lambda inputs, output, x: inputs[0]))
+    heads = {at: one for at, one in off.items() if at.endswith(("q_norm", "k_norm"))}
+    for name in ("variance_epsilon", "eps"):
+        units = _at(_having(model, name), _set(name, lambda own, x: x))
+        yield "norm_epsilon", "norm epsilon {x:.3g}", units, [10.0**-n for n in (2, 3, 4, 5, 7, 12)], "real"
+    ones, more = (
+        _at(norms, _set("weight", to)) for to in (lambda own, x: torch.ones_like(own), lambda own, x: own + x)
+    )
+    yield "norm_missing", "norms without their weights", ones, PARTIAL
+    yield "norm_missing", "{x:+.0f} added to the weights of norms", more, (1, -1)
+    for kind, units in {"norms of queries and keys": heads, **_group(off)}.items():
+        yield "norm_missing", f"{kind} left out", units
+
+
+def _list_experts(model: nn.Module, config: Any) -> Rows:
     routers = {at: one for at, one in model.named_modules() if type(one).__name__.endswith("Router")}
     first: Any = next(iter(routers.values()), None)
     if not isinstance(own := getattr(first, "top_k", None), int):
         return
-
-    def put(name: str, change: Callable[[Any, Any], Any]) -> dict[str, Apply]:
-        return {at: partial(_set, one, name, change) for at, one in routers.items()}
-
     count = int(first.num_experts)
     counts = sorted({1, own - 1, own + 1, 2 * own, count} - {0, own})
-    yield Hypothesis("experts_per_token", "{x:.0f} experts a token", put("top_k", lambda own, x: x), counts)
-    if hasattr(first, "norm_topk_prob"):
-        flipped = put("norm_topk_prob", lambda own, x: not own)
-        yield Hypothesis("expert_weights", "expert weights normalised or not, unlike the model", flipped)
-    weighed = _hook_all(routers, lambda inputs, out, x: (out[0], out[1] * x, *out[2:]), is_whole=True)
-    yield Hypothesis("expert_weights", "expert weights times {x:.4g}", weighed, FAR, "real")
+    yield "experts_per_token", "{x:.0f} experts a token", _at(routers, _set("top_k", lambda own, x: x)), counts
+    flip, gates = _set("norm_topk_prob", lambda own, x: not own), _having(model, "norm_topk_prob", "top_k")
+    yield "expert_weights", "expert weights normalised or not, unlike the model", _at(gates, flip)
+    # By the router's logits, its weights and choices.
+    weighed = _out(lambda inputs, out, x: (out[0], out[1] * x, *out[2:]), is_whole=True)
+    yield "expert_weights", "expert weights times {x:.4g}", _at(routers, weighed), FAR, "real"
+    shares = lambda z: z.sigmoid() / z.sigmoid().sum(-1, keepdim=True)  # noqa: E731
+    for words, by in {
+        "sigmoids": torch.sigmoid,
+        "normalised sigmoids": shares,
+        "equal": lambda z: z * 0 + 1 / own,
+    }.items():
+        change = lambda inputs, out, x, by=by: (out[0], by(out[0].gather(-1, out[2])), out[2])  # noqa: E731
+        yield "expert_weights", f"expert weights: {words}", _at(routers, _out(change, is_whole=True))
     for dtype in (torch.bfloat16, torch.float16):
-        narrow = {at: partial(_narrow_router, one, dtype) for at, one in routers.items()}
-        yield Hypothesis("router_dtype", f"the router in {dtype}", narrow, is_rounding=True)
-    weights = {f"{at}.{name}": Place(one, name, "") for at, one in model.named_modules() if "Experts" in type(one).__name__
-               for name, own in one.named_parameters(recurse=False) if len(own) == count}  # fmt: skip
-    every = torch.arange(count)
+        yield "router_dtype", f"the router in {dtype}", _at(routers, partial(_narrow_router, dtype)), ROUNDING
+    if count > 16:
+        return
+    owners = {at: [Place(one, name) for name, own in one.named_parameters(recurse=False) if len(own) == count]
+              for at, one in model.named_modules() if "Experts" in type(one).__name__}  # fmt: skip
+    singles = {f"{at}.{place.attribute}": [place] for at, places in owners.items() for place in places}
+
+    def swap(a: int, b: int, own: Tensor, x: float) -> Tensor:
+        order = torch.arange(count)
+        order[[a, b]] = torch.tensor([b, a])
+        return own[order]
+
+    def put(to: Callable[[Tensor, float], Tensor], places: Sequence[Place], trial: Trial, x: float) -> None:
+        for place in places:
+            place.put(to)(trial, x)
+
     exchanged, missing = dict[str, Apply](), dict[str, Apply]()
-    for a, b in combinations(range(count), 2) if count <= 16 else ():
-        order = torch.where(every == a, b, torch.where(every == b, a, every))
-        swaps = _put_all(weights, lambda own, x, order=order: own[order])
-        exchanged |= {f"{at} {a} and {b}": one for at, one in swaps.items()}
-        exchanged |= {f"{at} {a} and {b}": one for at, one in _by_owner(swaps).items()}
-    for n in range(count) if count <= 16 else ():
-        blank = _by_owner(_put_all(weights, partial(_blank, n=n)))
-        missing |= {f"{at}.{n}": one for at, one in blank.items()}
-    yield Hypothesis("expert_order", "experts exchanged", exchanged, is_partial=True)
-    yield Hypothesis("weights_missing", "experts set to 0", missing, is_partial=True)
+    for a, b in combinations(range(count), 2):
+        exchanged |= {
+            f"{at} {a} and {b}": unit for at, unit in _at(singles | owners, partial(put, partial(swap, a, b))).items()
+        }
+    for n in range(count):
+        missing |= {f"{at}.{n}": unit for at, unit in _at(owners, partial(put, partial(_blank, n))).items()}
+    yield "expert_order", "experts exchanged", exchanged, PARTIAL
+    yield "weights_missing", "experts set to 0", missing, PARTIAL
 
 
-def _by_owner(changes: Units) -> dict[str, Apply]:
-    """All changes of one module together."""
-    owners = {name.rpartition(".")[0] for name in changes}
-    mine = {at: [one for name, one in changes.items() if name.rpartition(".")[0] == at] for at in owners}
-    return {at: lambda trial, x, all=each: [one(trial, x) for one in all] for at, each in mine.items()}
-
-
-def _narrow_router(router: Any, dtype: torch.dtype, trial: Trial, x: float) -> None:
+def _narrow_router(dtype: torch.dtype, router: Any, trial: Trial, x: float) -> None:
     narrow = copy.deepcopy(router).to(dtype)
 
     def route(inputs: Any, output: Any) -> Any:
-        with WideSums():
+        with ref.WideSums():
             found = narrow(inputs[0].to(dtype))
         return tuple(one.float() if one.is_floating_point() else one for one in found)
 
@@ -713,13 +772,11 @@ def _narrow_router(router: Any, dtype: torch.dtype, trial: Trial, x: float) -> N
 
 # Quantised weights, activations and caches; coarser dtypes.
 
-CACHES = ("", "read by decoding alone", "keys alone", "values alone")
-
 
 def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
-    matrices = {at: one for at, one in list_places(model).items() if one.weight.dim() > 1}
-    head = model.get_output_embeddings()
+    places, head = _list_places(model), model.get_output_embeddings()
     ends = {model.get_input_embeddings(), head}
+    matrices = {at: one for at, one in places.items() if one.weight.dim() > 1}
     inner = {at: one for at, one in matrices.items() if one.module not in ends}
     outer = {at: one for at, one in matrices.items() if one.module in ends}
     linears = [one for one in model.modules() if isinstance(one, nn.Linear) and one is not head]
@@ -734,58 +791,73 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
         shared = {label: to for label, to in formats.items() if not label.endswith(("per tensor", "per token"))}
         row = FORMATS["fp8"]["float8_e4m3fn per row"] if kind == "fp8" else FORMATS["int8"]["int8 per row"]
         forms = {label: rounded(inner, to) for label, to in shared.items()}
-        for label in [one for one in shared if one.endswith(("per row", "per matrix", "per block"))]:
-            forms[f"{label}, activations per row too"] = forms[label] | inputs(row)
-            if kind != "int4":
-                forms[f"{label}, activations too"] = forms[label] | inputs(shared[label])
-                forms[f"activations alone, {label}"] = inputs(shared[label])
-        yield _first_of(f"{kind}_weights", forms)
+        for label in shared:
+            own, is_scaled = label.replace("per block", "in groups of 128"), ", scales" in label
+            if is_scaled or label.endswith(("per row", "per matrix", "per block")):
+                forms[f"{label}, activations per row too"] = forms[label] | inputs(row)
+                if own in shared and (is_scaled or kind != "int4"):
+                    forms[f"{label}, activations {own} too"] = forms[label] | inputs(shared[own])
+                    forms[f"activations alone, {own}"] = inputs(shared[own])
+        yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in forms.items())
         # Most engines leave embedding and output layer as they are; some round these.
-        for chosen in (*([at] for at in outer), [*outer]):
-            places, where = {at: outer[at] for at in chosen}, " and ".join(chosen)
-            yield _first_of(
-                f"{kind}_weights", {f"{label}; in {where}": rounded(places, to) for label, to in shared.items()}
+        for chosen in (*({at: one} for at, one in outer.items()), outer):
+            where = " and ".join(chosen)
+            yield from _first_of(
+                (f"{kind}_weights", f"{label}; in {where}", rounded(chosen, to), ROUNDING)
+                for label, to in shared.items()
             )
     for kind, formats in {**FORMATS, **({"dtype": NARROW} if dtype == "float32" else {})}.items():
-        usual = [label for label in formats if " " not in label or label.endswith(("per row", "scale", "per tensor"))]
-        first, *others = [
-            _cache(kind, label, rounding, parts)
-            for label, rounding in formats.items() for parts in (CACHES if label in usual else CACHES[:1])
-        ]  # fmt: skip
-        yield replace(first, details=partial(list, others))
+        for is_old in (False, True):
+            yield from _first_of(_list_caches(f"{kind}_kv_cache", formats, is_old))
     if dtype != "float32":
         return
     stream = {"": model.get_input_embeddings(), **_find(model, LAYERS)}
-    for name, narrow in NARROW.items():
-        load, states = (lambda own, x, to=narrow: to(own)), (lambda inputs, output, x, to=narrow: to(output))
-        yield Hypothesis(f"dtype_{name}", f"weights rounded to {name}", _put_all(list_places(model), load))
-        project = {"": partial(_narrow_head, head, narrow)}
+    for name, to in NARROW.items():
+        load, states = (lambda own, x, to=to: to(own)), (lambda inputs, output, x, to=to: to(output))
+        yield Hypothesis(f"dtype_{name}", f"weights rounded to {name}", _put_all(places, load))
+        project = _at({"": head}, partial(_narrow_head, to))
         yield Hypothesis("head_dtype", f"the output layer in {name}", project, is_rounding=True)
-        units = _hook_all(stream, states)
-        yield Hypothesis(f"dtype_{name}", f"the residual stream in {name}", units, is_rounding=True)
+        yield Hypothesis(f"dtype_{name}", f"the residual stream in {name}", _at(stream, _out(states)), is_rounding=True)
     coarse = {at: one for at, one in inner.items() if at.endswith(".weight")}
     products = _put_all(coarse, lambda own, x: tf32(own)) | inputs(tf32)
     yield Hypothesis("dtype_tf32", "matrix products in TF32", products, is_rounding=True)
 
 
-def _narrow_head(head: nn.Module, to: Rounding, trial: Trial, x: float) -> None:
+def _narrow_head(to: Rounding, head: nn.Module, trial: Trial, x: float) -> None:
     trial.set(head, "weight", to(trial.get(head, "weight")))
     trial.hook_inputs(head, to)
     trial.hook(head, lambda inputs, output: to(output))
 
 
-def _first_of(fault: str, forms: Mapping[str, Units]) -> Hypothesis:
+def _first_of(forms: Rows) -> list[Hypothesis]:
     """The first form; the others are tried where it is promising."""
-    first, *others = (Hypothesis(fault, label, units, is_rounding=True) for label, units in forms.items())
-    return replace(first, details=partial(list, others))
+    found = [*_read(forms)]
+    return [replace(found[0], details=lambda: found[1:])] if found else []
 
 
-def _cache(kind: str, label: str, rounding: Rounding, parts: str) -> Hypothesis:
-    keys, values = (None if parts == f"{other} alone" else rounding for other in ("values", "keys"))
-    is_late = parts == CACHES[1]
-    cache = partial(rounding_cache, keys, values, prefill=not is_late)
-    words, units = (
-        f"KV cache in {label}" + (f", {parts}" if parts else ""),
-        {"": lambda trial, x: setattr(trial, "cache", cache)},
-    )
-    return Hypothesis(f"{kind}_kv_cache", words, units, is_sampling=is_late, is_rounding=True)
+def _list_caches(fault: str, formats: Mapping[str, Rounding], is_old: bool) -> Rows:
+    """`is_old`: the last tokens are not rounded."""
+
+    def by_channel(to: Rounding, states: Tensor) -> Tensor:
+        return to(states.transpose(-1, -2)).transpose(-1, -2)
+
+    for label, to in formats.items():
+        forms: dict[str, dict[str, Any]] = {} if is_old else {"": {}}
+        if is_old and re.search("row$|of (32|64)$", label):
+            for recent in (32, 64, 128):
+                old = f", older than {recent} tokens"
+                forms |= {
+                    f"{old}, keys by channel": {"recent": recent, "keys": partial(by_channel, to)},
+                    old: {"recent": recent},
+                }
+        elif not is_old and (" " not in label or label.endswith(("per row", "scale", "per tensor"))):
+            forms |= {
+                ", read by decoding alone": {"prefill": False},
+                ", keys alone": {"values": None},
+                ", values alone": {"keys": None},
+            }
+        for words, how in forms.items():
+            cache = partial(ref.rounding_cache, **{"keys": to, "values": to, **how})
+            units = {"": lambda trial, x, cache=cache: setattr(trial, "cache", cache)}
+            is_late = is_old or "prefill" in how
+            yield fault, f"KV cache in {label}{words}", units, {"is_sampling": is_late, **ROUNDING}

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
 
 from tokentrue.doctor.exam import QUESTIONS, Examination, probe
 from tokentrue.doctor.findings import Finding, Verdict, cannot_tell, fault, ok
+from tokentrue.doctor.formats import NARROW
+from tokentrue.doctor.naming import Evidence
 from tokentrue.doctor.reference import Observation
 from tokentrue.errors import (
     EngineContractError,
@@ -42,16 +45,17 @@ CHATS: Mapping[str, Sequence[str]] = {
     "user, assistant, user": ("Hi.", "Hello!", QUESTIONS[2]),
 }
 CLEAR_GAP = 0.3  # nats between the two likeliest tokens: at temperature 0.02 the second is e^-15 times as likely
-DECIMALS = 5
+DIGITS = range(1, 6)
 ENOUGH = 20
 BATCH = 6
+OTHER_REPORTS = "such draws are those of the reports neither at this temperature nor at 1"
 
 
 # Identity.
 
 
 async def probe_identity(exam: Examination) -> list[Finding]:
-    return [await _tokenizer(exam), await _special_tokens(exam), await _template(exam)]
+    return [await ask(exam) for ask in (_tokenizer, _special_tokens, _template)]
 
 
 @probe("identity: ids of a text")
@@ -60,6 +64,8 @@ async def _tokenizer(exam: Examination) -> Finding:
         return cannot_tell(NO_TOKENIZER)
     for text in TEXTS:
         theirs, ours = await exam.provider.tokenize(text), exam.renderer.encode_sampled(text)
+        if theirs is None:
+            return cannot_tell(NO_TOKENIZER)
         if theirs != list(ours):
             return _other_ids("tokenizer", ours, theirs, exam)
     return ok(f"{len(TEXTS)} texts equal")
@@ -73,6 +79,8 @@ async def _special_tokens(exam: Examination) -> Finding:
     for stop in exam.renderer.stop_token_ids:
         text = exam.renderer.decode([stop])
         theirs = await exam.provider.tokenize(text)
+        if theirs is None:
+            return cannot_tell(NO_TOKENIZER)
         if theirs != [stop]:
             return fault("special_tokens", f"{text!r} is {theirs.tolist()}, expected [{stop}]")
     return ok(f"{len(exam.renderer.stop_token_ids)} stop tokens equal")
@@ -134,10 +142,10 @@ async def _observe(exam: Examination) -> Finding:
     prompts = [*exam.prompts(), *(long[:cut] for cut in (48, 96) if cut < len(long) // 2), long]
     sampling = Sampling(temperature=1.0, max_tokens=exam.max_tokens, seed=exam.seed, top_logprobs=4)
     completions = await exam.generate(prompts, sampling)
-    for prompt, completion in zip(prompts, completions, strict=True):
-        if completion.token_ids:
-            exam.observations.append(Observation.from_completion(prompt, completion))
     exam.uncertain = _uncertain(prompts, completions)
+    unusual = exam.unusual_prompts()
+    pairs = zip([*prompts, *unusual], [*completions, *await exam.generate(unusual, sampling)], strict=True)
+    exam.observations += [Observation.from_completion(*pair) for pair in pairs if pair[1].token_ids]
     size, sampled = exam.reference.vocab_size, [token for one in completions for token in one.token_ids]
     if max(sampled, default=0) >= size:
         return fault("other_model", f"sampled id {max(sampled)} of {size}")
@@ -153,9 +161,6 @@ def _uncertain(prompts: Sequence[Sequence[int]], completions: Sequence[Completio
             if len(values) > 1 and values[0] - values[1] > CLEAR_GAP:
                 found.append((values[0], (*prompt, *completion.token_ids[:index])))
     return [prefix for _, prefix in sorted(found)[:4]]
-
-
-OTHER_REPORTS = "such draws are those of the reports neither at this temperature nor at 1"
 
 
 async def probe_meaning(exam: Examination) -> list[Finding]:
@@ -188,18 +193,18 @@ async def _temperature(exam: Examination) -> Finding:
         found = await exam.generate(exam.open_prompts(), sampling)
     except SamplingError as error:
         return fault("raw_logprobs", "refused by the adapter", detail=str(error))
-    ratios: list[float] = []
-    doubts: list[float] = []  # how far rounding may move each ratio
+    ratios: dict[float, float] = {}  # how far rounding may move each
     for warm, completion in zip(exam.tops, found, strict=True):
         cold, first = (completion.top_logprobs or ({},))[0], _likeliest(warm)
-        both = [t for t in warm if first in cold and t in cold and warm[first] - warm[t] > CLEAR_GAP]
-        ratios += [(cold[first] - cold[t]) / (warm[first] - warm[t]) for t in both]
-        doubts += [0.03 + 3 * exam.mean_limit / (warm[first] - warm[t]) for t in both]
+        for token, value in warm.items():
+            gap = warm[first] - value
+            if first in cold and token in cold and gap > CLEAR_GAP:
+                ratios[(cold[first] - cold[token]) / gap] = 0.03 + 3 * exam.mean_limit / gap
     if not ratios:
         return cannot_tell("no prompt has two tokens that are told apart")
     middle = median(ratios)
     figure = f"gaps grow {middle:.3f}-fold at T = 0.5, expected 2"
-    if any(abs(ratio - middle) > doubt * max(1.0, middle) for ratio, doubt in zip(ratios, doubts, strict=True)):
+    if any(abs(ratio - middle) > doubt * max(1.0, middle) for ratio, doubt in ratios.items()):
         return cannot_tell("gaps between log-probabilities do not grow together", figure=figure)
     if abs(middle - 2.0) < 0.1:
         return ok(figure)
@@ -247,37 +252,33 @@ async def _filters(exam: Examination) -> Finding:
         if token not in kept:
             return fault("filters_ignored", f"top_k = 2 sampled token {token}, which is not among the two likeliest")
         mass = math.log(sum(math.exp(top[t]) for t in kept))
-        if abs(mass) <= 3 * limit:
-            continue  # what the filter drops weighs too little to be seen
-        inside.append(abs(completion.logprobs[0] - (top[token] - mass)))
-        outside.append(abs(completion.logprobs[0] - top[token]))
+        if abs(mass) > 3 * limit:  # else what the filter drops weighs too little to be seen
+            inside.append(abs(completion.logprobs[0] - (top[token] - mass)))
+            outside.append(abs(completion.logprobs[0] - top[token]))
     if not inside:
         return cannot_tell("no prompt has two tokens that are clearly the likeliest and leave some mass to the rest")
-    return _either("filters_ignored", "renormalised", median(inside), "unfiltered", median(outside), limit)
-
-
-def _either(name: str, right: str, inside: float, wrong: str, outside: float, limit: float) -> Finding:
-    """Which of two readings the numbers are within `limit` of."""
-    if inside <= limit:
-        return ok(f"{right} within {inside:.2g}")
-    if outside <= limit:
-        return fault(name, f"equal to the {wrong} within {outside:.2g}")
-    return cannot_tell(f"neither {right} ({inside:.2g} off) nor {wrong} ({outside:.2g} off)")
+    right, wrong = median(inside), median(outside)
+    if right <= limit:
+        return ok(f"renormalised within {right:.2g}")
+    if wrong <= limit:
+        return fault("filters_ignored", f"equal to the unfiltered within {wrong:.2g}")
+    return cannot_tell(f"neither renormalised ({right:.2g} off) nor unfiltered ({wrong:.2g} off)")
 
 
 @probe("meaning: precision on the wire")
 async def _wire(exam: Examination) -> Finding:
-    """Full float32 values have more digits than any rounding leaves."""
+    """Full float32 values, and their probabilities, have more digits than any rounding leaves."""
     values = [value for seen in exam.observations for value in seen.logprobs if abs(value) > 1e-3]
     if len(values) < ENOUGH:
         return cannot_tell(f"only {len(values)} log-probabilities differ from 0")
-    for digits in range(1, DECIMALS + 1):
-        if all(round(value, digits) == value for value in values):
-            return fault("wire_precision", f"{digits} decimals")
-    exact = torch.tensor(values, dtype=torch.float64)
-    for dtype in (torch.bfloat16, torch.float16):
-        if bool((exact.to(dtype).double() == exact).all()):
-            return fault("wire_precision", str(dtype).removeprefix("torch."))
+    grids: dict[str, Callable[[float], float]] = {f"{n} decimals": partial(round, ndigits=n) for n in DIGITS}
+    grids |= {f"{n} digits": lambda value, n=n: float(f"{value:.{n}g}") for n in DIGITS}
+    grids |= {name: lambda value, to=to: float(to(torch.tensor(value))) for name, to in NARROW.items()}
+    chances = [math.exp(value) for value in values]
+    for words, numbers, near in (("", values, 0.0), ("probabilities of ", chances, 1e-6)):
+        for name, to in grids.items():
+            if all(abs(to(one) - one) <= near * abs(one) for one in numbers):
+                return fault("wire_precision", f"{words}{name}")
     return ok(f"{len(values)} values in full precision")
 
 
@@ -289,11 +290,11 @@ async def probe_stability(exam: Examination) -> list[Finding]:
 
 
 async def _compare(
-    exam: Examination, known: str, prompt: Sequence[int], tokens: int, others: Sequence[Sequence[int]] = ()
+    exam: Examination, known: str, prompt: Sequence[int], others: Sequence[Sequence[int]] = ()
 ) -> Finding:
     """The same greedy request twice, the second time beside others; where the answers differ, it is made once more:
     what does not answer the same way twice in the same situation is unstable, whatever the situation."""
-    sampling = Sampling(temperature=0.0, max_tokens=tokens)
+    sampling = Sampling(temperature=0.0, max_tokens=12)
     first = await exam.provider.generate(prompt, sampling)
     second, *_ = await exam.generate([prompt, *others], sampling)
     found = compare_runs(exam, known, first, second)
@@ -304,6 +305,10 @@ async def _compare(
     return found
 
 
+def _first_fault(found: Sequence[Finding]) -> Finding:
+    return next((one for one in found if one.verdict is Verdict.FAULT), found[0])
+
+
 @probe("stability: same request twice")
 async def _repeat(exam: Examination) -> Finding:
     """Five requests that were sent before, and all of them again: a fault that comes with every n-th request, or with
@@ -311,8 +316,7 @@ async def _repeat(exam: Examination) -> Finding:
     sampling = Sampling(temperature=1.0, max_tokens=12, seed=exam.seed)
     prompts = [seen.token_ids[: seen.prompt_tokens] for seen in exam.observations[:5]] or exam.prompts()[:1]
     rounds = [[await exam.provider.generate(prompt, sampling) for prompt in prompts] for _ in range(2)]
-    found = [compare_runs(exam, "unstable", *pair) for pair in zip(*rounds, strict=True)]
-    return next((one for one in found if one.verdict is Verdict.FAULT), found[0])
+    return _first_fault([compare_runs(exam, "unstable", *pair) for pair in zip(*rounds, strict=True)])
 
 
 @probe("stability: alone and in a batch")
@@ -320,16 +324,27 @@ async def _batch(exam: Examination) -> Finding:
     """Greedy requests that were sent before, alone and beside others of other lengths."""
     prompts = exam.prompts()
     others = [prompt[: len(prompt) - shorter] for shorter, prompt in enumerate(prompts * 2)][: BATCH - 1]
-    found = [
-        await _compare(exam, "batch_variant", prompt, 12, others) for prompt in (prompts[1], *exam.open_prompts()[:2])
-    ]
-    return next((one for one in found if one.verdict is Verdict.FAULT), found[0])
+    tried = (prompts[1], *exam.open_prompts()[:2])
+    return _first_fault([await _compare(exam, "batch_variant", prompt, others) for prompt in tried])
 
 
 @probe("stability: prefix cache cold and warm")
 async def _prefix_cache(exam: Examination) -> Finding:
-    """A prompt that was never sent, then again: the second time its prefix may come from the cache."""
-    return await _compare(exam, "prefix_cache", exam.fresh_prompt(160, 0), 12)
+    """A prompt that was never sent, then again: the second time its prefix may come from the cache. Then prompts that go
+    on after answers of this engine: a difference from the reference that no other prompt has is the cache's."""
+    found = await _compare(exam, "prefix_cache", exam.fresh_prompt(160, 0))
+    if found.verdict is not Verdict.OK or exam.evidence is None or exam.evidence.departs:
+        return found
+    prompts = [(*seen.token_ids, *exam.prompts()[-1]) for seen in exam.observations[:3]]
+    answers = await exam.generate(prompts, Sampling(max_tokens=12, seed=exam.seed, top_logprobs=4))
+    seen = [Observation.from_completion(*pair) for pair in zip(prompts, answers, strict=True) if pair[1].token_ids]
+    if not seen:
+        return found
+    later = Evidence(exam.reference, seen, exam.dtype)
+    if later.size(later.e) < 2 * later.limit:
+        return found
+    figure = f"mean |δ| {float(later.e.abs().mean()):.2g} after answers of the engine, and none after other prompts"
+    return fault("prefix_cache", figure)
 
 
 @probe("stability: prefill and decode")

@@ -14,18 +14,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import field, replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokentrue.doctor.findings import Finding, fault, ok
+from tokentrue.doctor.formats import NARROW
 from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, biased, count_kept, edited
 from tokentrue.doctor.reference import (
     Observation,
     Reference,
-    Trial,
     WideSums,
     compute_batch,
     compute_logits,
@@ -150,40 +149,34 @@ class Evidence:
     ) -> list[Tensor | None]:
         """Log-probabilities that engines with these causes report, by their numbers; entries of other observations stay
         as they are. None: this model's shapes do not allow it. `again`: in another order of rounding."""
-        found: list[Tensor | None] = []
-        for start in range(0, len(tried), self.at_once):
-            some = tried[start : start + self.at_once]
-            try:
-                found += self._run(some, only, again)
-            except RuntimeError:
-                alone = ([None] if len(some) == 1 else self.predict([one], only, again=again) for one in some)
-                found += chain.from_iterable(alone)
-        return found
+        if len(tried) > self.at_once:
+            parts = [tried[start : start + self.at_once] for start in range(0, len(tried), self.at_once)]
+            return [one for part in parts for one in self.predict(part, only, again=again)]
+        try:
+            return [*self._run(tried, only, again)]
+        except RuntimeError:
+            return [None] if len(tried) == 1 else [self.predict([one], only, again=again)[0] for one in tried]
 
     def _run(self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], again: bool) -> list[Tensor]:
-        places, pairs, wanted = list[tuple[int, int]](), list[tuple[Observation, Trial]](), list[int]()
         trials = [hypothesis.make_trial(self.reference, x) for hypothesis, x in tried]
-        for number, ((hypothesis, _), trial) in enumerate(zip(tried, trials, strict=True)):
-            if again and not self.is_exact:
-                trial.round_modules(getattr(torch, self.dtype))
-            for n in only:
-                if not (hypothesis.is_sampling and self.observations[n].is_prompt):
-                    places.append((number, n))
-                    if again or not hypothesis.is_output:
-                        wanted.append(len(places) - 1)
-                        pairs.append((self.observations[n], trial))
+        for trial in trials if again and not self.is_exact else ():
+            trial.round_modules(getattr(torch, self.dtype))
+        asked, seen = [one for one, _ in tried], self.observations
+        places = [(k, n) for k, one in enumerate(asked) for n in only if not (one.is_sampling and seen[n].is_prompt)]
+        wanted = [(k, n) for k, n in places if again or not asked[k].is_output]
         with _eager(self.reference.model, again and self.is_exact):
-            seen, under = [one for one, _ in pairs], [trial for _, trial in pairs]
-            rows = compute_batch(self.reference.model, seen, under)
+            rows = compute_batch(self.reference.model, [seen[n] for _, n in wanted], [trials[k] for k, _ in wanted])
         computed, found = dict(zip(wanted, rows, strict=True)), [self.truth.clone() for _ in tried]
-        for at, (number, n) in enumerate(places):
-            trial, mine = trials[number], self.owner == n
-            own = read_entries(self.observations[n], computed.get(at, self.logits[n]), trial.outputs)
+        for number, n in places:
+            trial, mine, logits = trials[number], self.owner == n, computed.get((number, n), self.logits[n])
+            own = read_entries(seen[n], logits, trial.outputs)
             if trial.align:
                 mine = mine & self.is_chosen
                 own, end = self.truth[mine].roll(-trial.align), 0 if trial.align < 0 else -1
                 own[end] = self.engine[mine][end]  # at the ends anything may be
-            found[number][mine] = own if trial.reports is None else trial.reports(own)
+            if trial.reports is not None:
+                own = trial.reports(own, seen[n], logits)
+            found[number][mine] = own
         return [one.nan_to_num(nan=-1e3, neginf=-1e3) for one in found]
 
 
@@ -236,9 +229,8 @@ def judge(
     fits = fit_all(data, hypotheses if departs else (one for one in hypotheses if not one.is_partial))
     confirmed = [one for one in fits if is_confirmed(data, one)]
     if not confirmed and departs:
-        more = [*solve_bias(data), *search_edits(data, prefixes)]
-        fits = [*Tokens(data, 10**9).sort([Fit(hypothesis=one, x=0.0) for one in more]), *fits]
-        fits = [*(fit_dtypes(data) if data.is_exact else ()), *fits]
+        more = [Fit(hypothesis=one, x=0.0) for one in (*solve_bias(data), *search_edits(data, prefixes))]
+        fits = [*(fit_dtypes(data) if data.is_exact else ()), *Tokens(data, 10**9).sort(more), *fits]
         confirmed = [one for one in fits if is_confirmed(data, one)]
     confirmed.sort(key=lambda one: one.hypothesis.is_general)
     for best in confirmed[:1]:
@@ -308,7 +300,7 @@ def has_more(data: Evidence, best: Fit, fits: Sequence[Fit]) -> bool:
 def fit_dtypes(data: Evidence) -> list[Fit]:
     """A coarser dtype in several orders of rounding; how far these are apart is what it may leave."""
     found = list[Fit]()
-    for dtype in ("bfloat16", "float16"):
+    for dtype in NARROW:
         hypothesis = Hypothesis(f"dtype_{dtype}", f"weights and operators in {dtype}", {})
         _, *orders = data.orders(dtype)  # the first rounds no weights
         own = max(data.size(one - other, data.held) for one in orders for other in orders)
@@ -363,30 +355,24 @@ class Tokens:
     """Observations of a search, and their half of the fit: those that show most of the difference per token."""
 
     def __init__(self, data: Evidence, least: int) -> None:
-        self.data = data
-
         def worth(n: int) -> float:
             seen = data.observations[n]
             return data.size(data.e, data.owner == n) * len(seen.positions) / len(seen.token_ids)
 
         ordered = sorted(range(len(data.observations)), key=worth, reverse=True)
         rows = torch.tensor([len(data.observations[n].positions) for n in ordered]).cumsum(0)
-        self.only = ordered[: 1 + int((rows < least).sum())]
+        self.data, self.only = data, ordered[: 1 + int((rows < least).sum())]
         self.inside = torch.isin(data.owner, torch.tensor(self.only)) & ~data.held
         self.whole = data.size(data.e, self.inside)
         # What noise correlates with by itself; float32 has none.
         self.alike = ALIKE if data.is_exact else 3 / math.sqrt(int((self.inside & data.is_chosen).sum()) + 1)
 
     def try_all(self, tried: Sequence[tuple[Hypothesis, float]]) -> list[Fit | None]:
-        found: list[Fit | None] = []
-        for (hypothesis, x), predicted in zip(tried, self.data.predict(tried, self.only), strict=True):
-            if predicted is None:
-                found.append(None)
-                continue
-            residual = self.data.engine - predicted
-            left = self.data.size(residual, self.inside)
-            found.append(Fit(hypothesis=hypothesis, x=x, left=left, residual=residual))
-        return found
+        def fit(hypothesis: Hypothesis, x: float, residual: Tensor) -> Fit:
+            return Fit(hypothesis=hypothesis, x=x, left=self.data.size(residual, self.inside), residual=residual)
+
+        pairs = zip(tried, self.data.predict(tried, self.only), strict=True)
+        return [None if found is None else fit(*one, self.data.engine - found) for one, found in pairs]
 
     def sort(self, fits: Sequence[Fit]) -> list[Fit]:
         """The same fits on these tokens, best first."""
@@ -397,8 +383,7 @@ class Tokens:
         """All values of their grids; each third one where the numbers between are fitted."""
         grids = [one.grid[:: 3 if one.fit else 1] for one in hypotheses]
         found = iter(self.try_all([(one, x) for one, grid in zip(hypotheses, grids, strict=True) for x in grid]))
-        tried = [{x: next(found) for x in grid} for grid in grids]
-        return [{x: fit for x, fit in one.items() if fit is not None} for one in tried]
+        return [{x: fit for x in grid if (fit := next(found)) is not None} for grid in grids]
 
     def correlate(self, fit: Fit) -> float:
         """Prediction and difference, each token's scale taken out: one large token decides nothing."""
@@ -410,16 +395,17 @@ class Tokens:
     def fit_number(self, hypothesis: Hypothesis, tried: dict[float, Fit], alike: float) -> Fit:
         """Where a third of the grid is promising, all of it, and the numbers between, ever narrower."""
 
-        def extend(numbers: Iterable[float]) -> None:
+        def extend(numbers: Iterable[float]) -> Fit:
             new = [x for x in dict.fromkeys(numbers) if x not in tried]
             found = self.try_all([(hypothesis, x) for x in new])
             tried.update({x: one for x, one in zip(new, found, strict=True) if one is not None})
+            return min(tried.values(), key=lambda one: one.left)
 
+        best, grid, fit = extend(()), hypothesis.grid, hypothesis.fit
         # A number on the wrong side of the model's moves everything the other way.
         likeness = max(abs(self.correlate(one)) for one in tried.values())
-        if likeness > alike / 2 or _best(tried).left < PROMISING * self.whole:
-            extend(hypothesis.grid)
-        best, grid, fit = _best(tried), hypothesis.grid, hypothesis.fit
+        if likeness > alike / 2 or best.left < PROMISING * self.whole:
+            best = extend(grid)
         if not fit or best.left >= PROMISING * self.whole:
             return best
         there, back, least = (math.log, math.exp, 1) if min(grid) > 0 else (float, float, round(min(grid)) - 99)
@@ -429,8 +415,7 @@ class Tokens:
         for step in range(16):
             wide /= 2.2
             near = [back(place) for place in (there(best.x) - wide, there(best.x) + wide)]
-            extend(max(least, round(x)) for x in near) if fit == "whole" else extend(near)
-            best = _best(tried)
+            best = extend([max(least, round(x)) for x in near] if fit == "whole" else near)
             explained = 1 - best.left / self.whole
             if (step > 1 and self.data.is_exact and explained < 0.3) or (step > 6 and explained < 0.7):
                 break  # more digits of a number that explains little
@@ -442,13 +427,11 @@ class Tokens:
         is_fitted = _has_size(hypothesis)
         # An effect's curvature is a part of its size, so large differences count no more than small ones.
         scale = 1 / (data.spread.square() + (0.3 * data.e).square()).sqrt()[inside]
-        target, spread = data.e[inside].clamp(-WORST, WORST), data.spread[inside]
+        target, spread, truth = data.e[inside].clamp(-WORST, WORST), data.spread[inside], data.truth
 
         def compute_effects(sets: Sequence[Iterable[str]]) -> list[Tensor]:
             predicted = data.predict([(hypothesis.within(names), x) for names in sets], self.only)
-            return [
-                ((data.truth if one is None else one) - data.truth)[inside].clamp(-WORST, WORST) for one in predicted
-            ]
+            return [((truth if one is None else one) - truth)[inside].clamp(-WORST, WORST) for one in predicted]
 
         def cost_of(effect: Tensor) -> float:
             return float(((target - effect) / spread).abs().sum())
@@ -484,10 +467,6 @@ class Tokens:
                 break
             chosen, cost = best, costs[best]
         return hypothesis.within(chosen)
-
-
-def _best(tried: dict[float, Fit]) -> Fit:
-    return min(tried.values(), key=lambda one: one.left)
 
 
 def _has_size(hypothesis: Hypothesis) -> bool:
@@ -553,7 +532,10 @@ def _list_parts(few: Tokens, more: Tokens, best: Fit) -> list[Hypothesis]:
         return [*(hypothesis.within([name]) for name in hypothesis.units), *found]
     if len(hypothesis.units) < 2:
         return found
-    is_asked = hypothesis.fault in ASKED and hypothesis.span is None
+    if few.data.is_exact and ratio > 1.5 and len(hypothesis.units) <= FEW and len(hypothesis.grid) == 1:
+        # The effects of large changes do not add up.
+        found += [hypothesis.within([name]) for name in hypothesis.units]
+    is_asked = hypothesis.fault in ASKED and hypothesis.span in (None, _sampled)
     if not is_asked:
         if not is_alike or (hypothesis.is_rounding and not 0.3 < ratio < 10):
             return found
@@ -609,15 +591,14 @@ def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hy
     # Of prompts before: place (from the end if negative), how many are dropped, which are put there.
     known: list[tuple[int, int, tuple[int, ...]]] = []
     for number, n in enumerate(sorted(places, key=lambda n: len(data.observations[n].token_ids))):
-        seen = data.observations[n]
-        short, tried, sent = seen.first(10), [*known], seen.prompt_tokens
+        seen, tried = data.observations[n], [*known]
+        short, ids, sent = seen.first(10), seen.token_ids, seen.prompt_tokens
         if number < 2 and sent <= 160:
-            ids = seen.token_ids
             tried += [(at, count, ()) for count in (1, 2, 3, 4, 5, 6, 8) for at in range(sent - count + 1)]
             tried += [(at, 0, (ids[at],)) for at in range(sent)]
             tried += [(at, 2, (ids[at + 1], ids[at])) for at in range(sent - 1)]
-            ends = {*range(min(6, sent)), *range(max(0, sent - 6), sent + 1)}
-            tried += [(at, drop, put) for at in sorted(ends) for put in prefixes for drop in (0, 1)]
+            ends = sorted({*range(min(6, sent)), *range(max(0, sent - 6), sent + 1)})
+            tried += [(at, drop, put) for at in ends for put in prefixes for drop in (0, 1)]
         row, _, reported = short.targets
         costs: list[float] = []
         for start in range(0, len(tried), 64):
@@ -625,10 +606,9 @@ def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hy
             for logits in compute_batch(data.reference.model, some):
                 off = (read_entries(short, logits) - reported)[row % 2 == 0].abs() / data.spread.median()
                 costs.append(float(off.clamp(max=WORST).mean()))
-        best = min(range(len(costs)), key=lambda at: costs[at], default=-1)
-        if best >= 0 and costs[best] < (data.limit if data.is_exact else 2 * data.limit):
-            at, drop, put = tried[best]
-            edits[seen.token_ids] = _edit(seen, at, drop, put)
+        cost, (at, drop, put) = min(zip(costs, tried, strict=True), default=(math.inf, (0, 0, ())))
+        if cost < (data.limit if data.is_exact else 2 * data.limit):
+            edits[ids] = _edit(seen, at, drop, put)
             known += [(at, drop, put), (at - sent if at < sent else 10**6, drop, put)]
         elif number == 1 and not edits:
             break
@@ -660,41 +640,44 @@ def judge_draws(data: Evidence) -> Finding:
     likeliest = logits.topk(min(LIKELIEST, logits.shape[-1])).values.double()
     plain = drawn.double() - logits.logsumexp(dim=-1, keepdim=True)
     luck = torch.rand((len(chosen), 1), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found: dict[tuple[str, ...], list[tuple[float, float, str]]] = {}
-    unevenness: dict[str, float] = {}  # of the draws' places in each distribution
+    # By cause: gains on both halves, words, and unevenness of the draws' places in the distribution.
+    found: dict[tuple[str, ...], list[tuple[float, float, str, float]]] = {}
     for t in TEMPERATURES:
         total = (logits / t).logsumexp(dim=-1, keepdim=True)
         own, probs = drawn.double() / t - total, (likeliest / t - total).exp()
-        mass = probs.cumsum(dim=-1)
-        at = rank.clamp(max=probs.shape[-1] - 1)
+        mass, at = probs.cumsum(dim=-1), rank.clamp(max=probs.shape[-1] - 1)
         place = mass.gather(1, at) - luck * probs.gather(1, at)
         for name, x in (("", 0.0), *((name, x) for name, grid in FILTERS.items() for x in grid)):
             kept = count_kept(probs, name, x) if name else torch.full_like(rank, probs.shape[-1])
             top = mass.gather(1, kept - 1) if name else torch.ones_like(plain)
             gains = torch.where(rank < kept, own - plain - top.log(), -torch.inf if name else own - plain)
-            parts = [("temperature_ignored", f"temperature {t:g}")] * (t != 1)
-            parts += [("sampled_filters", f"{name} {x:g}")] * bool(name)
-            causes, words = tuple(cause for cause, _ in parts), " and ".join(word for _, word in parts)
+            parts = {"temperature_ignored": f"temperature {t:g}"} if t != 1 else {}
+            parts |= {"sampled_filters": f"{name} {x:g}"} if name else {}
             even = (place / top).clamp(max=1).flatten().sort().values - torch.linspace(0, 1, len(chosen))
-            unevenness[words] = float(even.abs().max()) * math.sqrt(len(chosen))
-            found.setdefault(causes, []).append((float(gains[::2].sum()), float(gains[1::2].sum()), words))
+            uneven = float(even.abs().max()) * math.sqrt(len(chosen))
+            halves = float(gains[::2].sum()), float(gains[1::2].sum())
+            found.setdefault((*parts,), []).append((*halves, " and ".join(parts.values()), uneven))
     # Each half is tried under what fits the other one best.
-    tested: dict[tuple[str, ...], tuple[float, str]] = {}
+    tested = dict[tuple[str, ...], tuple[float, str, float]]()
     for causes, tried in found.items():
         first, second = max(tried), max(tried, key=lambda one: one[1])
-        tested[causes] = first[1] + second[0], first[2]
-    (gain, causes), (other, rival) = sorted(((tested[one][0], one) for one in tested if len(one) == 1), reverse=True)
+        tested[causes] = first[1] + second[0], *first[2:]
+    causes, rival = sorted((one for one in tested if len(one) == 1), key=lambda one: tested[one], reverse=True)
     both = next(one for one in tested if len(one) == 2)
-    if tested[both][0] > gain + TIE:
-        (gain, _), causes, other = tested[both], both, -torch.inf
-    words = tested[causes][1]
+    other = tested[rival][0]
+    if tested[both][0] > tested[causes][0] + TIE:
+        causes, other = both, -torch.inf
+    gain, words, uneven = tested[causes]
     if gain < -math.log(CHANCE):
         return ok(f"{len(chosen)} draws follow the reported distribution")
     figure = f"{len(chosen)} draws; e^{gain:.0f} times likelier under {words}"
     doubt = f"cannot be told apart from {tested[rival][1]}" if other > gain - TIE / 2 else ""
-    if unevenness[words] > UNEVEN:
+    if uneven > UNEVEN:
         doubt = f"nearest: {words}, under which such draws are rare, too"
     if doubt:
         advice = "compare the sampler's settings with those of the request"
         return fault("unknown", figure, confidence="low", detail=f"{doubt}. Next: {advice}")
-    return fault(causes[0], figure, detail=f"draws of {words}, which the log-probabilities do not contain")
+    # Draws of another temperature than the reports: either may be what was not asked for.
+    others = ("sampled_temperature",) if causes == ("temperature_ignored",) else ()
+    detail = f"draws of {words}, which the log-probabilities do not contain"
+    return fault(causes[0], figure, detail=detail, alternatives=others, confidence="medium" if others else "high")

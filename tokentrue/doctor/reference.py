@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -117,7 +118,8 @@ class Trial:
         self.cache: Callable[[], Any] | None = None  # the prompt, then the rest, go through this cache
         self.inputs: Callable[[Observation], Observation] = lambda seen: seen
         self.outputs: Callable[[Tensor, Observation], Tensor] | None = None  # logits before temperature and filters
-        self.reports: Callable[[Tensor], Tensor] | None = None  # what is said in place of log-probabilities
+        # What is said in place of log-probabilities of the entries; by the logits, too.
+        self.reports: Callable[[Tensor, Observation, Tensor], Tensor] | None = None
         self.align = 0  # each log-probability is that of the token so many places on
         self.span: Callable[[Observation], tuple[int, int]] | None = None  # of tokens under the change; others are not
         self.sent = torch.zeros(1, 1, dtype=torch.long)  # prompt lengths of the rows that run
@@ -148,6 +150,10 @@ class Trial:
 
     def hook_inputs(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
         self._change(module).before.append(lambda inputs, given: ((change(inputs[0]), *inputs[1:]), given))
+
+    def give(self, module: nn.Module, name: str, change: Callable[[Any], Any]) -> None:
+        """Changes a keyword argument of the module."""
+        self._change(module).before.append(lambda inputs, given: (inputs, {**given, name: change(given[name])}))
 
     def hide(self, attention: nn.Module, is_hidden: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         """`is_hidden(query, key, sent)`: pairs of places that this attention does not see, the later keys included."""
@@ -294,10 +300,12 @@ def compute_logits(model: Any, seen: Observation, *, is_cached: bool = False) ->
 
 @torch.no_grad()
 def _compute_cached(model: Any, seen: Observation, cache: Any) -> Tensor:
-    ids, found = torch.tensor([seen.token_ids]), list[Tensor]()
-    for part in (ids[:, : seen.prompt_tokens], ids[:, seen.prompt_tokens :]):
-        if part.numel():
-            found.append(model(part, past_key_values=cache, use_cache=True).logits[0])
+    sent, end, recent = seen.prompt_tokens, len(seen.token_ids), cache.recent
+    # Within one forward pass, the same tokens are old.
+    cuts = [at for at in range(recent - 1, end, recent) if at > sent] if recent else []
+    ids, edges = torch.tensor([seen.token_ids]), [0, sent, *cuts, end]
+    parts = [ids[:, start:stop] for start, stop in pairwise(edges) if start < stop]
+    found = [model(part, past_key_values=cache, use_cache=True).logits[0] for part in parts]
     return torch.cat(found)[torch.tensor(seen.positions) - 1].float()
 
 
@@ -409,26 +417,40 @@ def _put(out: Any, rows: list[int], value: Any, count: int) -> None:
             _rows(one, count)[rows] = _rows(part, len(rows))
 
 
-def rounding_cache(keys: Rounding | None = None, values: Rounding | None = None, *, prefill: bool = True) -> Any:
-    """A cache that rounds keys and values; without `prefill`, the prompt's own attention reads them unrounded."""
+def rounding_cache(
+    keys: Rounding | None = None, values: Rounding | None = None, *, prefill: bool = True, recent: int = 0
+) -> Any:
+    """A cache that rounds keys and values; without `prefill`, the prompt's own attention reads them unrounded.
+    `recent`: so many tokens and more are kept as they are, older ones are rounded page by page of this size."""
     from transformers import DynamicCache
 
     class RoundingCache(DynamicCache):
         def update(
             self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
-            is_first, both = self.get_seq_length(layer_idx) == 0, (key_states, value_states)
+            is_first = self.get_seq_length(layer_idx) == 0
 
             def store(states: Tensor, rounding: Rounding | None) -> Tensor:
+                if rounding is None or recent:
+                    return states
                 # Decoding stores one token at a time: a scale over several tokens is one of the prompt's.
-                by_token = states if is_first else states.transpose(0, 2)
-                rounded = by_token if rounding is None else rounding(by_token)
-                return rounded if is_first else rounded.transpose(0, 2)
+                return rounding(states) if is_first else rounding(states.transpose(0, 2)).transpose(0, 2)
 
-            stored = super().update(*map(store, both, (keys, values)), layer_idx, *args, **kwargs)
-            return both if is_first and not prefill else stored
+            def read(states: Tensor, rounding: Rounding | None) -> Tensor:
+                old = max(states.shape[2] - recent, 0) // recent * recent
+                if rounding is None or not old:
+                    return states
+                return torch.cat((rounding(states[:, :, :old]), states[:, :, old:]), dim=2)
 
-    return RoundingCache()
+            new = store(key_states, keys), store(value_states, values)
+            stored = super().update(*new, layer_idx, *args, **kwargs)
+            if is_first and (recent or not prefill):
+                return key_states, value_states
+            return (read(stored[0], keys), read(stored[1], values)) if recent else stored
+
+    cache: Any = RoundingCache()
+    cache.recent = recent
+    return cache
 
 
 def read_entries(

@@ -29,16 +29,17 @@ FLIPS = {"float32": 0.002, "float16": 0.02, "bfloat16": 0.15}  # share of choice
 async def probe_weights(exam: Examination) -> list[Finding]:
     """Prompt tokens are judged with the sampled ones where both differ, or neither does."""
     assert exam.evidence is not None
-    row = await probe("weights: log-probabilities of a prompt")(_score_prompt)(exam)
+    row = await _score_prompt(exam)
     joined, prompt = exam.evidence, exam.prompt_evidence
     if prompt is not None and prompt.departs == joined.departs:
         joined = Evidence(exam.reference, [*joined.observations, *prompt.observations], exam.dtype)
     elif prompt is not None and prompt.departs:
         joined = prompt
-    verdict = await probe("weights: log-probabilities against the model directory")(_judge)(exam, joined)
-    return [verdict, row, await probe("meaning: draws follow the reported distribution")(_draws)(exam, verdict)]
+    verdict = await _judge(exam, joined)
+    return [verdict, row, await _draws(exam, verdict)]
 
 
+@probe("weights: log-probabilities against the model directory")
 async def _judge(exam: Examination, evidence: Evidence) -> Finding:
     return judge_causes(exam, evidence)
 
@@ -50,6 +51,7 @@ def judge_causes(exam: Examination, evidence: Evidence, *, is_output: bool = Fal
         previous=exam.previous,
         specials=exam.special_ids(),
         stops=exam.renderer.stop_token_ids,
+        rewrites=exam.rewrites(),
         dtype=exam.dtype,
     )
     chosen = (one for one in hypotheses if one.is_output or not is_output)
@@ -67,6 +69,7 @@ def advise(exam: Examination) -> str:
     return "; ".join([step for step, is_open in steps.items() if is_open][:3])
 
 
+@probe("weights: log-probabilities of a prompt")
 async def _score_prompt(exam: Examination) -> Finding:
     if not isinstance(exam.provider, Scoring):
         return cannot_tell("the engine gives no prompt log-probabilities")
@@ -80,6 +83,7 @@ async def _score_prompt(exam: Examination) -> Finding:
     return ok(figure)
 
 
+@probe("meaning: draws follow the reported distribution")
 async def _draws(exam: Examination, verdict: Finding) -> Finding:
     if verdict.verdict is not Verdict.OK or exam.evidence is None:
         return cannot_tell("the reference has other probabilities than the engine")
