@@ -325,7 +325,7 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
     late, details = partial(window, is_late=True), partial(list_windows, "decoding sees", True)
     yield hidden("decoding sees {x:.0f} tokens", LENGTHS, late, **how, details=details)
     chunks = "chunks of {x:.0f} prompt tokens"
-    rules: tuple[tuple[Any, ...], ...] = (
+    rules: list[Any] = [
         ("the prompt is read in both directions", (0,), lambda i, j, n, x: (j > i) & (j >= n), True),
         (f"{chunks} are read in both directions", CHUNKS, lambda i, j, n, x: (j > i) & ((j >= n) | (j // x != i // x)), True),
         (f"masks of {chunks} begin at the first key", CHUNKS, lambda i, j, n, x: (i < n) & (j > i % x)),
@@ -344,7 +344,7 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
         ("decoding does not see the prompt's open page of {x:.0f}", PAGES, lambda i, j, n, x: (i >= n) & (j >= n // x * x) & (j < n)),
         ("decoding does not see the first token of an open page of {x:.0f}", PAGES, lambda i, j, n, x: (i >= n) & (j == i) & (i % x == 0)),
         ("decoding does not see sampled tokens of closed pages of {x:.0f}", PAGES, lambda i, j, n, x: (j >= n) & (j // x < i // x)),
-    )  # fmt: skip
+    ]  # fmt: skip
     for label, *rule in rules:
         yield hidden(label, *rule)
 
