@@ -4,6 +4,7 @@ where it is needed, only renderers encode."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -255,6 +256,14 @@ def bound_names(path: Path) -> set[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name for alias in node.names}
     return found
+
+
+def test_every_file_that_a_packages_page_names_exists() -> None:
+    for page in PACKAGE.rglob("README.md"):
+        names = re.findall(r"`([\w./]+(?:\.py|/))`", page.read_text())
+        bases = page.parent, PACKAGE, PACKAGE.parent
+        missing = [name for name in names if not any((base / name).exists() for base in bases)]
+        assert not missing, f"{page.relative_to(PACKAGE)} names {missing}"
 
 
 def test_every_imported_name_exists() -> None:
