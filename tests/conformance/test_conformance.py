@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.reference import DEFECTS, ReferenceTarget, start_reference
-from tokentrue.cli.conformance import MODEL
 from tokentrue.cli.main import run as run_command
 from tokentrue.conformance.levels import CASES, LEVELS
 from tokentrue.conformance.run import ConformanceReport, ConformanceSettings, run
+from tokentrue.hub import SMALL_MODEL
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 
 
 def play(target: ReferenceTarget, settings: ConformanceSettings) -> ConformanceReport:
-    return asyncio.run(run(target, settings, model=MODEL, process=start_reference))
+    return asyncio.run(run(target, settings, model=SMALL_MODEL, process=start_reference))
 
 
 def test_a_gateway_of_another_design_conforms() -> None:

@@ -123,6 +123,9 @@ class Examination:
         decode, encode = self.renderer.decode, self.renderer.encode_sampled
         markers = {one for one in self.special_ids() if MARKER.fullmatch(decode([one]))}
 
+        def without_markers(ids: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(one for one in ids if one not in markers)
+
         def render_again(ids: tuple[int, ...]) -> tuple[int, ...]:
             try:
                 return self.render(decode(ids))
@@ -131,7 +134,10 @@ class Examination:
 
         return {
             "prompts decoded and encoded again": lambda ids: tuple(encode(decode(ids))),
-            "prompts without special tokens": lambda ids: tuple(one for one in ids if one not in markers),
+            "prompts without special tokens": without_markers,
+            "prompts without special tokens, decoded and encoded again": lambda ids: tuple(
+                encode(decode(without_markers(ids)))
+            ),
             "prompts as texts of a user's message": render_again,
         }
 

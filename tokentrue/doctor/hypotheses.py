@@ -201,6 +201,7 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
         *(("inputs", "prompt_changed", label, partial(rewrite, to), SAMPLING) for label, to in rewrites.items()),
         *(("inputs", "bos_added", "token {x:.0f} before the prompt", lambda seen, x: seen.edit(0, 0, (x,)), specials) for _ in specials[:1]),
         *(("inputs", "context_truncated", f"the first {first} and the last {{x:.0f}} prompt tokens", partial(keep, first), LENGTHS, "whole", SAMPLING) for first in (0, 1, 4, 16, 32, 64)),
+        ("inputs", "context_truncated", "the first {x:.0f} prompt tokens", lambda seen, x: keep(int(x), seen, 0), LENGTHS, "whole", SAMPLING),
         ("positions", "decode_positions", "positions of sampled tokens moved by {x:.0f}", lambda i, n, x: i + x * (i >= n), shifts, "whole"),
         ("positions", "decode_positions", "positions after the first sampled token moved by {x:.0f}", lambda i, n, x: i + x * (i > n), shifts, "whole"),
         ("positions", "decode_positions", "sampled tokens beyond position {x:+.0f} from the prompt's end have that one", lambda i, n, x: i.minimum(n + x), (0, -1)),

@@ -50,6 +50,7 @@ MANY = 40  # parts of a model that are tried one by one
 FINALISTS = 8
 CHANCE = 1e-6  # of draws that look like another distribution by themselves
 UNEVEN = 1.63  # Kolmogorov's distance times the root of the count; true draws are beyond it once in a hundred times
+ODD = 5.5  # standard deviations, of draws that do not follow the reports: a third of them may be repeats of the others
 LIKELIEST = 1024  # tokens that a filter may keep
 
 
@@ -669,7 +670,14 @@ def judge_draws(data: Evidence) -> Finding:
         causes, other = both, -torch.inf
     gain, words, uneven = tested[causes]
     if gain < -math.log(CHANCE):
-        return ok(f"{len(chosen)} draws follow the reported distribution")
+        first = (likeliest[:, :1] - logits.logsumexp(dim=-1, keepdim=True)).exp()
+        hits, expected, spread = float((rank == 0).sum()), float(first.sum()), float((first * (1 - first)).sum().sqrt())
+        figure = f"{len(chosen)} draws; {hits:.0f} of the likeliest token, {expected:.0f} ± {spread:.0f} expected"
+        if spread < 3 or abs(hits - expected) < ODD * spread:
+            return ok(f"{len(chosen)} draws follow the reported distribution")
+        advice = "ask without speculative decoding, and compare the sampler's settings with those of the request"
+        detail = f"no filter and no temperature explains the draws. Next: {advice}"
+        return fault("unknown", figure, confidence="low", detail=detail)
     figure = f"{len(chosen)} draws; e^{gain:.0f} times likelier under {words}"
     doubt = f"cannot be told apart from {tested[rival][1]}" if other > gain - TIE / 2 else ""
     if uneven > UNEVEN:
