@@ -55,7 +55,8 @@ def save_model(folder: Path, quick: bool) -> None:
         tie_word_embeddings=True,
     )  # fmt: skip
     with torch.device("cuda" if CUDA else "cpu"):
-        model = Qwen3VLForConditionalGeneration(config).to(torch.bfloat16 if CUDA else torch.float32)
+        model: Any = Qwen3VLForConditionalGeneration(config)
+    model.to(torch.bfloat16 if CUDA else torch.float32)
     model.save_pretrained(folder)
     size = {"shortest_edge": 65536, "longest_edge": 16777216}
     Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, size=size).save_pretrained(folder)
@@ -116,7 +117,8 @@ def load(folder: str) -> Any:
     from transformers import Qwen3VLForConditionalGeneration
 
     dtype = torch.bfloat16 if CUDA else torch.float32
-    return Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=dtype).to("cuda" if CUDA else "cpu")
+    model: Any = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+    return model.to("cuda" if CUDA else "cpu")
 
 
 def price(folder: str, quick: bool) -> Report:

@@ -220,7 +220,7 @@ def run(*, quick: bool, device: str = "cpu", shapes: Sequence[str] = (), budgets
 
 
 if __name__ == "__main__":
-    parser = parser_for("tree", __doc__.splitlines()[0])
+    parser = parser_for("tree", (__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shapes", nargs="+", default=["0.6B", "4B"])
     parser.add_argument("--budgets", nargs="+", type=int, default=(), help="values of micro_tokens")
