@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import sqlite3
-import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -222,11 +221,13 @@ def furnish_agents(folder: Path) -> None:
     (task / "task.toml").write_text('version = "1.0"\n')
     (task / "instruction.md").write_text("Write the sum of 2 and 2 into answer.txt.\n")
     (task / "tests" / "test.sh").write_text("grep -c 4 /app/answer.txt > /logs/verifier/reward.txt\n")
+    for place in folder, *folder.parents[:2]:
+        place.chmod(0o755)  # the sandbox of a run by root is another user
     (folder / "bin").mkdir()
     for name, source in (("codex", CODEX), ("claude", CLAUDE)):
         program = folder / "bin" / name
         program.write_text(f"#!{sys.executable}\n{source}")
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        program.chmod(0o755)
 
 
 def environment(folder: Path, record: Record) -> dict[str, str]:
