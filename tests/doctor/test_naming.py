@@ -202,7 +202,7 @@ async def test_the_place_is_found_with_the_cause(case: str, only: str, expected:
         ("masks of chunks aligned to the start", "attention_mask", "chunks of 64 prompt tokens begin at the first key"),
         ("normalised over the top 20", "other_reports", "over the 20 likeliest"),
         pytest.param("weights in nvfp4", "int4_weights", "fp4 in groups of 16, scales float8", marks=pytest.mark.slow),
-        pytest.param("float8 with power-of-two scales", "fp8_weights", "scales powers of 2", marks=pytest.mark.slow),
+        pytest.param("float8 with power-of-two scales", "fp8_weights", "per block, scales powers of 2", marks=pytest.mark.slow),
         pytest.param("old cache in four bits", "int4_kv_cache", "older than 32 tokens, keys by channel", marks=pytest.mark.slow),
         pytest.param("key heads repeated in turn", "projection_order", "q_proj, o_proj: query heads", marks=pytest.mark.slow),
     ],

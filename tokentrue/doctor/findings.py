@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from tokentrue.records import record
 
@@ -46,9 +46,17 @@ def ok(figure: str, *, detail: str = "", probe: str = "") -> Finding:
     return Finding(probe=probe, verdict=Verdict.OK, figure=figure, detail=detail)
 
 
-def fault(name: str, figure: str, **how: Any) -> Finding:
-    """`how`: detail, confidence and alternatives of the finding."""
-    return Finding(verdict=Verdict.FAULT, figure=figure, fault=name, **how)
+def fault(
+    name: str, figure: str, *, confidence: Confidence = "high", detail: str = "", alternatives: tuple[str, ...] = ()
+) -> Finding:
+    return Finding(
+        verdict=Verdict.FAULT,
+        figure=figure,
+        fault=name,
+        confidence=confidence,
+        detail=detail,
+        alternatives=alternatives,
+    )
 
 
 def cannot_tell(why: str, *, figure: str = "-", probe: str = "") -> Finding:
@@ -174,19 +182,18 @@ batch_variant | numbers depend on what else is in the batch, beyond rounding | u
 prefix_cache | a cached prefix gives other numbers than a computed one | flush the prefix cache at every weight update
 prefill_decode | prefill and decode disagree beyond rounding | check chunked prefill, attention backend, KV dtype
 """
-QUANTISED = """
-{0}_weights | the engine's weights are quantised to {1} | serve unquantised weights, or correct for the mismatch
-{0}_kv_cache | the engine's KV cache is quantised to {1} | set the engine's KV-cache dtype to the model's"""
-_CODES = ("int8", "int8"), ("int4", "4 bits"), ("fp8", "float8")
+QUANTISED = {"int8": "int8", "int4": "4 bits", "fp8": "float8"}
 _SECTIONS: dict[str, list[list[str]]] = {
-    kind: [line.split(" | ") for line in lines]
-    for kind, *lines in (
-        section.strip().splitlines()
-        for section in TABLE.replace("|\n  ", "| ")
-        .replace("\n# left", "".join(QUANTISED.format(*kind) for kind in _CODES) + "\n# left")
-        .split("# ")[1:]
-    )
+    kind: [list[str](line.split(" | ")) for line in lines]
+    for kind, *lines in (section.strip().splitlines() for section in TABLE.replace("|\n  ", "| ").split("# ")[1:])
 }
+for _kind, _words in QUANTISED.items():
+    _weights = (
+        f"the engine's weights are quantised to {_words}",
+        "serve unquantised weights, or correct for the mismatch",
+    )
+    _cache = f"the engine's KV cache is quantised to {_words}", "set the engine's KV-cache dtype to the model's"
+    _SECTIONS["compared"] += [[f"{_kind}_weights", *_weights], [f"{_kind}_kv_cache", *_cache]]
 CAUSES: Mapping[str, tuple[str, str]] = {
     name: (cause, cure) for rows in _SECTIONS.values() for name, cause, cure in rows
 }

@@ -35,13 +35,15 @@ def _two_scales(largest: Tensor, top: float) -> Tensor:
     return _cast(largest / top / outer, torch.float8_e4m3fn).clamp(min=2**-9) * outer
 
 
+TWO, EXPONENTS = ", scales powers of 2", ", scales powers of 2 by exponents"
+FLOAT16, FLOAT8 = ", scales float16", ", scales float8"
 # A scale, by the largest value and the format's own largest.
 SCALES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "": lambda largest, top: largest / top,
-    ", scales powers of 2": lambda largest, top: (largest / top).log2().ceil().exp2(),
-    ", scales powers of 2 by exponents": lambda largest, top: (largest.log2().floor() - int(log2(top))).exp2(),
-    ", scales float16": lambda largest, top: (largest / top).half().float(),
-    ", scales float8": _two_scales,
+    TWO: lambda largest, top: (largest / top).log2().ceil().exp2(),
+    EXPONENTS: lambda largest, top: (largest.log2().floor() - int(log2(top))).exp2(),
+    FLOAT16: lambda largest, top: (largest / top).half().float(),
+    FLOAT8: _two_scales,
 }
 
 
@@ -106,7 +108,7 @@ def _integer_formats(bits: int) -> dict[str, Rounding]:
     real, whole = (partial(_with_zero, levels=2 * top + 1, is_whole=is_whole) for is_whole in (False, True))
     return {
         **_scoped(f"int{bits}", plain, *SCOPES, 8, 16, 32, 64, 128),
-        **_scoped(f"int{bits}", plain, "row", 32, 128, scales=", scales float16"),
+        **_scoped(f"int{bits}", plain, "row", 32, 128, scales=FLOAT16),
         **_scoped(f"int{bits} with zero points", real, "row", "column", 16, 32, 64, 128),
         **_scoped(f"int{bits} with whole zero points", whole, "row", 32, 64, 128),
     }
@@ -116,14 +118,14 @@ def _float8(dtype: torch.dtype) -> Codec:
     return partial(_scaled, top=torch.finfo(dtype).max, code=partial(_cast, dtype=dtype))
 
 
-_, TWO, EXPONENTS, _, FLOAT8 = SCALES
 _e4m3, _e5m2, _fnuz = map(_float8, (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz))
 _nf4, _fp4 = (partial(_scaled, top=each[-1], code=partial(_nearest, codes=torch.tensor(each))) for each in (NF4, FP4))
 FORMATS: Mapping[str, Mapping[str, Rounding]] = {
     "int8": _integer_formats(8),
     "fp8": {
         **_scoped("float8_e4m3fn", _e4m3, "row", "", "matrix", "tensor", "column", "block", "64block", 32, 64, 128),
-        **_scoped("float8_e4m3fn", _e4m3, "row", "block", 128, scales=TWO),
+        # Scales that are powers of 2 round alike in any scope: the one that engines have is tried first.
+        **_scoped("float8_e4m3fn", _e4m3, "block", "row", 128, scales=TWO),
         **_scoped("float8_e4m3fn", _e4m3, 32, scales=EXPONENTS),
         **_scoped("float8_e5m2", _e5m2, "row", "", "matrix", "tensor"),
         **_scoped("float8_e4m3fnuz", _fnuz, "row", "", "matrix", "tensor"),

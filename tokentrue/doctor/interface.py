@@ -193,18 +193,18 @@ async def _temperature(exam: Examination) -> Finding:
         found = await exam.generate(exam.open_prompts(), sampling)
     except SamplingError as error:
         return fault("raw_logprobs", "refused by the adapter", detail=str(error))
-    ratios: dict[float, float] = {}  # how far rounding may move each
+    ratios: list[tuple[float, float]] = []  # and how far rounding may move each
     for warm, completion in zip(exam.tops, found, strict=True):
         cold, first = (completion.top_logprobs or ({},))[0], _likeliest(warm)
         for token, value in warm.items():
             gap = warm[first] - value
             if first in cold and token in cold and gap > CLEAR_GAP:
-                ratios[(cold[first] - cold[token]) / gap] = 0.03 + 3 * exam.mean_limit / gap
+                ratios.append(((cold[first] - cold[token]) / gap, 0.03 + 3 * exam.mean_limit / gap))
     if not ratios:
         return cannot_tell("no prompt has two tokens that are told apart")
-    middle = median(ratios)
+    middle = median(ratio for ratio, _ in ratios)
     figure = f"gaps grow {middle:.3f}-fold at T = 0.5, expected 2"
-    if any(abs(ratio - middle) > doubt * max(1.0, middle) for ratio, doubt in ratios.items()):
+    if any(abs(ratio - middle) > doubt * max(1.0, middle) for ratio, doubt in ratios):
         return cannot_tell("gaps between log-probabilities do not grow together", figure=figure)
     if abs(middle - 2.0) < 0.1:
         return ok(figure)

@@ -607,7 +607,8 @@ def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hy
             for logits in compute_batch(data.reference.model, some):
                 off = (read_entries(short, logits) - reported)[row % 2 == 0].abs() / data.spread.median()
                 costs.append(float(off.clamp(max=WORST).mean()))
-        cost, (at, drop, put) = min(zip(costs, tried, strict=True), default=(math.inf, (0, 0, ())))
+        pairs = zip(costs, tried, strict=True)
+        cost, (at, drop, put) = min(pairs, key=lambda pair: pair[0], default=(math.inf, (0, 0, ())))
         if cost < (data.limit if data.is_exact else 2 * data.limit):
             edits[ids] = _edit(seen, at, drop, put)
             known += [(at, drop, put), (at - sent if at < sent else 10**6, drop, put)]

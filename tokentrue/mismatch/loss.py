@@ -103,7 +103,7 @@ LOSSES: Mapping[str, JsonMapping] = {
     "bypass_ppo": {"correction": PRESETS["bypass_ppo_clip"]},
     "gspo": {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "seq_mean_token_mean"},
     "cispo": {"surrogate": "cispo", "clip_low": None, "clip_high": 4.0},
-    "dppo_tv": {"correction": PRESETS["prime_rl_default"]},
+    "dppo_tv": {"correction": Correction(denominator="rollout", surrogate="dppo_tv")},
     "sapo": {"surrogate": "sapo", "aggregate": "seq_mean_token_mean"},
     "vespo": {"correction": PRESETS["vespo"]},
     "m2po": {"correction": PRESETS["m2po"]},

@@ -69,8 +69,7 @@ def _decode_ids(kind: type, value: str) -> TokenIds:
 
 
 def sample_from_json(data: JsonMapping, where: str = "sample") -> Sample:
-    given = {name: value for name, value in data.items() if value is not None}  # a table has nulls for what is absent
-    sample = decode(given, Sample, where)
+    sample = decode({**data, "images": data.get("images") or ()}, Sample, where)  # a table has null for none
     try:
         return replace(sample, token_ids=TokenIds(sample.token_ids))
     except TokenContractError as error:

@@ -118,13 +118,12 @@ class Matcher:
         if found is None:
             given = tuple(conversation)
             key = turn_key(None, given, conversation.tools)
-            return self._build(None, given, key, self._classify_root(conversation), started=started)
+            return self._build(None, given, key, self._classify_root(conversation), started)
         tail = search.build_tail(found)
         node, elsewhere = found.node, found.elsewhere
         if not found.same_tools:
             detail = f"node {node.id} was sampled under other tools"
-            root = self.root_after(node, tail, conversation.tools, edge_reason="tools_changed", detail=detail)
-            return replace(root, started=started)
+            return self.root_after(node, tail, conversation.tools, ("tools_changed", detail), started)
         parts = [found] if elsewhere is None else [found, elsewhere]
         changes = frozenset[str]().union(*(part.fit.changes for part in parts))
         return self._build(
@@ -132,7 +131,7 @@ class Matcher:
             tail,
             turn_key(node, tail, conversation.tools),
             self._classify_edge(node.id, tail),
-            started=started,
+            started,
             projection=format_changes(tuple(sorted(changes)), ambiguous=any(part.ambiguous for part in parts)),
             origin=None if elsewhere is None else elsewhere.node,
         )
@@ -156,13 +155,13 @@ class Matcher:
         key = turn_key(node, given, conversation.tools, added)
         first = "new_conversation" if len(self.tree) or self.pending else "first"
         edge = (first, "") if node is None else self._classify_edge(node.id, given)
-        return self._build(node, given, key, edge, projection=TOKEN_IDS)
+        return self._build(node, given, key, edge, self.tree.committed_seq, projection=TOKEN_IDS)
 
     def root_after(
-        self, node: Node, tail: Sequence[Given], tools: Tools | None, *, edge_reason: str, detail: str
+        self, node: Node, tail: Sequence[Given], tools: Tools | None, edge: tuple[str, str], started: int
     ) -> Resolution:
         given = (*self.tree.conversation(node), *tail)
-        return self._build(None, given, turn_key(None, given, tools), (edge_reason, detail), origin=node)
+        return self._build(None, given, turn_key(None, given, tools), edge, started, origin=node)
 
     def _build(
         self,
@@ -170,8 +169,8 @@ class Matcher:
         given: tuple[Given, ...],
         key: TurnKey,
         edge: tuple[str | None, str],
+        started: int,
         *,
-        started: int | None = None,
         projection: str = "root",
         origin: Node | None = None,
     ) -> Resolution:
@@ -179,14 +178,16 @@ class Matcher:
         if key in self.pending:
             edge = "parallel", "another request for this turn was in flight"
         elif answers := self.tree.answers.get(key):
-            edge = "retry", f"turn asked again after node {answers[-1].id}"
-            if started is not None and answers[-1].seq >= started:
-                edge = "parallel", f"node {answers[-1].id} answered this turn meanwhile"
+            newest = answers[-1]
+            if newest.seq < started:
+                edge = "retry", f"turn asked again after node {newest.id}"
+            else:
+                edge = "parallel", f"node {newest.id} answered this turn meanwhile"
         return Resolution(
             parent=parent,
             given=given,
             turn_key=key,
-            started=self.tree.committed_seq if started is None else started,
+            started=started,
             projection=projection,
             edge_reason=edge[0],
             detail=edge[1],

@@ -43,11 +43,9 @@ async def build_prompt(
         extended = await _extend(resolution, parent, chars, renderer, tree, tools, template_kwargs)
         if isinstance(extended, Prompt):
             return extended
-        resolution = replace(
-            matcher.root_after(parent, resolution.given, tools, edge_reason=extended.why, detail=extended.detail),
-            origin=resolution.origin or parent,
-            started=resolution.started,
-        )
+        edge = extended.why, extended.detail
+        root = matcher.root_after(parent, resolution.given, tools, edge, resolution.started)
+        resolution = replace(root, origin=resolution.origin or parent)
     messages = tree.expand(resolution.given)
     chars = count_chars(messages) + count_chars(tools or ())
     limits.check_text(chars)
