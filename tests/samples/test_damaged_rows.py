@@ -259,6 +259,18 @@ async def test_whole_numbers_of_a_slime_row_stay_whole_and_small(
     assert said in "".join(capsys.readouterr())
 
 
+@pytest.mark.parametrize("span", [0, 1])
+@pytest.mark.parametrize("name", ["trl", "slime", "prime-rl", "tinker"])
+async def test_a_span_that_starts_beyond_all_indices_is_an_audits_finding(
+    sample: Sample, name: str, span: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "s.jsonl"
+    write_samples([sample], path, format=name)
+    row = load_row(name, path)
+    row["tokentrue"]["spans"][span]["start"] = 2**64 - 1
+    assert save_row(name, row, path) and not passes(path)
+
+
 async def test_a_column_that_stands_twice_is_refused(
     sample: Sample, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,6 +294,8 @@ async def test_advantages_may_be_added_to_a_tinker_row(sample: Sample, tmp_path:
 @pytest.mark.parametrize(("field", "value", "said"), [
     ("loss_mask", -1, "$.loss_mask"),
     ("reward", "x", "$.reward"),
+    ("images", {}, "$.images"),
+    ("images", False, "$.images"),
     ("certificate", {"chain": "", "template": None, "tokenizer": ""}, "$.certificate.template"),
 ])  # fmt: skip
 async def test_a_damaged_row_is_named_with_its_field(
@@ -289,7 +303,7 @@ async def test_a_damaged_row_is_named_with_its_field(
 ) -> None:
     write_samples([sample], tmp_path / "s.jsonl")
     row = load_row("jsonl", tmp_path / "s.jsonl")
-    row[field] = [value, *row[field][1:]] if isinstance(row[field], list) else value
+    row[field] = [value, *row[field][1:]] if isinstance(row.get(field), list) else value
     save_row("jsonl", row, tmp_path / "s.jsonl")
     assert run("audit", [str(tmp_path / "s.jsonl")]) == 2
     error = capsys.readouterr().err

@@ -40,11 +40,11 @@ def encode_bytes(data: bytes) -> str:
 
 
 def spread_spans(sample: Sample, value: Callable[[Span], T], fill: T) -> list[T]:
-    """A value for each token from its span; a span of a damaged file may be too long."""
+    """A value for each token from its span; in a damaged file a span may begin or end beyond the tokens."""
     found = [fill] * len(sample.token_ids)
     for span in sample.spans:
-        end = min(span.end, len(found))
-        found[span.start : end] = [value(span)] * (end - span.start)
+        start, end = (min(at, len(found)) for at in (span.start, span.end))
+        found[start:end] = [value(span)] * (end - start)
     return found
 
 
@@ -69,7 +69,8 @@ def _decode_ids(kind: type, value: str) -> TokenIds:
 
 
 def sample_from_json(data: JsonMapping, where: str = "sample") -> Sample:
-    sample = decode({**data, "images": data.get("images") or ()}, Sample, where)  # a table has null for none
+    images = () if data.get("images") is None else data["images"]  # a table has null for none
+    sample = decode({**data, "images": images}, Sample, where)
     try:
         return replace(sample, token_ids=TokenIds(sample.token_ids))
     except TokenContractError as error:
