@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,16 @@ def test_the_doctor_asks_a_server_for_no_option_that_was_not_given(monkeypatch: 
     assert isinstance(engine, MinimalServer) and engine.url == "http://127.0.0.1:1" and module is None
     with pytest.raises(ConfigError, match="'minimal' has no option 'adapter'"):
         load_engine("minimal", "http://127.0.0.1:1", "unused", "float32", "policy")
+
+
+@pytest.mark.parametrize("address", ["tokentrue_not_there:Engine", "tests.providers.test_registry:NotThere"])
+def test_an_engine_of_another_package_that_cannot_be_loaded_is_no_internal_error(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    broken = EntryPoint(name="broken", value=address, group="tokentrue.providers")
+    monkeypatch.setattr(registry, "find_plugins", lambda _: {"broken": broken})
+    with pytest.raises(ConfigError, match=f"broken .{address}. cannot be loaded: .*mend or uninstall its package"):
+        registry.load("broken", url="http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("command", ["serve", "doctor", "train", "rollout"])

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from tokentrue.errors import ConfigError, did_you_mean
-from tokentrue.protocols import Provider, find_plugins
+from tokentrue.protocols import Provider, find_plugins, load_plugin
 from tokentrue.records import record
 
 
@@ -79,7 +79,8 @@ def load(name: str, **settings: Any) -> Provider:
     module, _, attribute = find_address(name).partition(":")
     check_options(name, settings)
     try:
-        kind = getattr(import_module(module), attribute)
+        is_ours = name in ENGINES
+        kind = getattr(import_module(module), attribute) if is_ours else load_plugin(find_plugins("providers")[name])
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.split(".")[0] == "torch":
             raise ConfigError(f"engine {name!r} needs torch: pip install 'tokentrue[engine]'") from error
