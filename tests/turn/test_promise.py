@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tokentrue.errors import (
     TokenContractError,
 )
 from tokentrue.samples import audit, sample_from_json, sample_to_json
-from tokentrue.sessions import Journal, matching
+from tokentrue.sessions import Journal, matching, requests
 from tokentrue.types import Chunk, Refusal, TurnRequest, VersionSpan
 
 GIVEN = {"role": "assistant", "content": "I will."}
@@ -623,6 +624,28 @@ async def test_a_twin_of_a_turn_that_was_refused_is_parallel(monkeypatch: pytest
     (one,), (two,) = await asyncio.gather(*tasks)
     assert [one.edge_reason, two.edge_reason] == ["boundary_changed", "parallel"]
     assert session.tree.get(one.node).parent is None and session.tree.get(two.node).parent is None
+
+
+async def test_a_twin_of_a_refused_turn_that_is_still_being_rendered_is_parallel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long conversations are rendered in threads."""
+    session, _ = session_of(said("a", "1"), said("b", "2"), said("c", "3"))
+    opened = await session.chat(OPENING)
+    render, both = session.renderer.render, threading.Barrier(2, timeout=10)
+
+    def render_together(*arguments: Any, **more: Any) -> Any:
+        both.wait()
+        return render(*arguments, **more)
+
+    refusal = Refusal(why="boundary_changed", detail="the template says otherwise")
+    monkeypatch.setattr(session.renderer, "extend", lambda *_, **__: refusal)
+    monkeypatch.setattr(session.renderer, "render", render_together)
+    monkeypatch.setattr(requests, "INLINE_CHARS", 0)
+    messages = [*OPENING, opened.message, {"role": "user", "content": "more"}]
+    turns = (session.turn(TurnRequest(messages=messages, sampling=tt.Sampling(seed=seed))) for seed in (1, 2))
+    replies = [reply for (reply,) in await asyncio.gather(*turns)]
+    assert sorted(str(reply.edge_reason) for reply in replies) == ["boundary_changed", "parallel"]
 
 
 async def test_a_failed_write_leaves_no_place_open(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ async def build_prompt(
         rendered.token_ids.sha256()  # the provider will request it
         return rendered
 
-    rendered = await run_by_size(render, chars)
+    with matcher.hold(resolution.turn_key):  # the caller holds it from the prompt on
+        rendered = await run_by_size(render, chars)
     ids = rendered.token_ids
     return Prompt(ids=ids, given_ids=ids, spans=rendered.spans, resolution=resolution, images=rendered.images)
 
