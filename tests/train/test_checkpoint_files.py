@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,28 @@ def test_a_large_checkpoint_is_sharded_and_resumes_with_the_same_bits(tmp_path: 
     fresh = trainer_of(dtype)
     load(fresh, path, store_in(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), fresh.model.parameters(), strict=True))
+
+
+def test_the_link_to_the_newest_leads_somewhere_whenever_a_save_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the checkpoint that it led to is removed."""
+
+    class Killed(BaseException):
+        pass
+
+    def remove(path: Path, *, ignore_errors: bool = False) -> None:
+        rmtree(path, ignore_errors=ignore_errors)
+        if path.name == "step-000000":
+            raise Killed
+
+    trainer, store, rmtree = trainer_of(keep_checkpoints=1), store_in(tmp_path), shutil.rmtree
+    save(trainer, store, Progress())
+    trainer.step(groups_for(small_model(), groups=2, size=3))
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    with pytest.raises(Killed):
+        save(trainer, store, Progress())
+    assert (tmp_path / "latest" / "state.json").is_file()
 
 
 def test_a_changed_shard_is_refused(tmp_path: Path) -> None:

@@ -116,13 +116,13 @@ def save(trainer: Trainer, store: Store, progress: Progress, *, best: int | None
             f"step {trainer.version}: the checkpoint could not be written to {directory} ({error}); the ones before "
             "are whole: make room and run again to resume"
         ) from error
-    for old in find_checkpoints(directory)[: -trainer.config.keep_checkpoints]:
-        if best is None or old.name != f"step-{best:06d}":
-            shutil.rmtree(old)
     link = directory / ".latest.partial"
     link.unlink(missing_ok=True)
     link.symlink_to(target.name)
     os.replace(link, directory / "latest")
+    for old in find_checkpoints(directory)[: -trainer.config.keep_checkpoints]:
+        if best is None or old.name != f"step-{best:06d}":
+            shutil.rmtree(old)
     return target
 
 
