@@ -94,7 +94,7 @@ class Examination:
         return max(self.mean_limit, 1e-3)
 
     def special_ids(self) -> list[int]:
-        """Ids that an engine may put before a prompt: those of the configuration, and tokens that look like markers."""
+        """Ids that an engine may put before a prompt: the configuration's, and those that look like markers."""
         config, size = self.reference.config, self.reference.vocab_size
         named = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "decoder_start")]
         flat = [one for name in named for one in (name if isinstance(name, list) else [name]) if isinstance(one, int)]
@@ -103,7 +103,7 @@ class Examination:
         return list(dict.fromkeys([*flat, *self.renderer.stop_token_ids, 0, 1, 2, *markers]))[:24]
 
     def prefixes(self) -> list[tuple[int, ...]]:
-        """Runs of ids that may be put into a prompt: markers, white space, and system messages that templates add."""
+        """Runs of ids that may be put into a prompt: markers, white space, system messages of templates."""
         plain = self.render(QUESTIONS[0])
         found = [(one,) for one in self.special_ids()]
         texts = (" ", "\n", "\n\n", "<think>\n", "<think>\n\n</think>\n\n")
@@ -157,7 +157,6 @@ class Examination:
         return tuple(self.renderer.render([{"role": "user", "content": text}]).token_ids)
 
     def prompts(self) -> list[tuple[int, ...]]:
-        """Chat prompts of the model's own template."""
         return [self.render(text) for text in QUESTIONS]
 
     def open_prompts(self) -> list[tuple[int, ...]]:
@@ -165,15 +164,14 @@ class Examination:
         return self.uncertain or self.prompts()
 
     def long_prompt(self, tokens: int = 400) -> tuple[int, ...]:
-        """A prompt of about `tokens` ids that no probe has sent before, well inside the context."""
+        """About `tokens` ids that no probe has sent before, well inside the context."""
         tokens = min(tokens, self.reference.max_positions // 2)
         words = STORY.split() * (1 + tokens // len(STORY.split()))
         too_many = bisect_right(range(len(words)), tokens, key=lambda count: len(self.render(" ".join(words[:count]))))
         return self.render(" ".join(words[: max(1, too_many - 1)]))
 
     def fresh_prompt(self, tokens: int, seed: int) -> list[int]:
-        """Ids that no probe has sent, so that no cache knows them; without the end of the message, after which a model
-        may have little to say."""
+        """Ids that no cache knows; without the end of the message, after which a model may have little to say."""
         start, *middle = self.long_prompt(tokens)[:-8]
         random.Random(self.seed + seed).shuffle(middle)
         return [start, *middle]

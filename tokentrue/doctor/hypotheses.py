@@ -1,6 +1,5 @@
 """What an engine may compute instead: a table of (place, transformation, span of tokens, at most one fitted number).
 
-Places are weights, settings, what modules return, attention masks, positions, the cache, prompts, logits, reports.
 A hypothesis is one transformation at all places of a kind; `naming` finds the number, and the places where it happened.
 Causes that no measurement of log-probabilities can separate share a name.
 """
@@ -82,7 +81,6 @@ class Hypothesis:
         return trial
 
     def within(self, chosen: Iterable[str]) -> Hypothesis:
-        """The same in some places only."""
         kept = {*chosen}
         units = {name: unit for name, unit in self.units.items() if name in kept}
         names = [*units]
@@ -95,8 +93,8 @@ def list_hypotheses(
     reference: Reference, *, previous: Any = None, specials: Sequence[int] = (), stops: Sequence[int] = (),
     rewrites: Mapping[str, Rewrite] | None = None, dtype: str,
 ) -> Iterator[Hypothesis]:  # fmt: skip
-    """Every cause that can be simulated for this model. `specials` are ids that an engine may put before a prompt,
-    `rewrites` what an engine may make of the ids that it is sent."""
+    """Every cause that can be simulated for this model. `specials`: ids that an engine may put before a prompt;
+    `rewrites`: what it may make of the ids that it is sent."""
     yield from _outside(specials, stops, rewrites or {})
     yield from _masks(reference.model)
     yield from _other_weights(reference, previous, getattr(torch, dtype))
@@ -132,7 +130,6 @@ def _having(model: nn.Module, *names: str) -> dict[str, Any]:
 
 
 def _at(owners: Mapping[str, Any], change: Callable[[Any, Trial, Any], object]) -> dict[str, Apply]:
-    """`change(owner, trial, x)` at each."""
     return {at: partial(change, one) for at, one in owners.items()}
 
 
@@ -146,7 +143,7 @@ def _out(change: Callable[[Any, Any, Any], Any], **how: bool) -> Callable[[Any, 
 
 
 def _group(units: Units) -> Mapping[str, Units]:
-    """By what is after the number of the layer."""
+    """By what follows the number of the layer."""
     kinds: dict[str, dict[str, Apply]] = {}
     for name, unit in units.items():
         kinds.setdefault(re.sub(r"^.*?\.\d+\.", "", name), {})[name] = unit
@@ -241,12 +238,12 @@ def biased(bias: Mapping[int, float]) -> Hypothesis:
 
 
 def edited(edits: Mapping[tuple[int, ...], Observation], label: str, fault: str) -> Hypothesis:
-    """Each prompt with an edit of its own, by the ids of the whole observation."""
+    """Each prompt with its own edit, by the ids of the whole observation."""
     return _on("inputs", fault, label, lambda seen, x: edits.get(seen.token_ids, seen))
 
 
 def count_kept(probs: Tensor, name: str, x: float) -> Tensor:
-    """`[rows, 1]`: how many of the likeliest tokens a filter at x keeps. `probs`: descending."""
+    """`[rows, 1]`: how many tokens a filter at x keeps. `probs`: descending."""
     if name == "top_k":
         return torch.full_like(probs[:, :1], min(x, probs.shape[-1]), dtype=torch.long)
     least = {"min_p": probs[:, :1] * x, "least probability": probs[:, :1].clamp(max=x)}
@@ -255,7 +252,6 @@ def count_kept(probs: Tensor, name: str, x: float) -> Tensor:
 
 
 def filter_logits(logits: Tensor, x: float, *, name: str) -> Tensor:
-    """Logits with -inf for what a filter at x removes."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     is_cut = torch.arange(logits.shape[-1]) >= count_kept(ordered.softmax(dim=-1), name, x)
     return logits.masked_fill(torch.zeros_like(is_cut).scatter(1, order, is_cut), -torch.inf)
@@ -460,7 +456,6 @@ def _exchange(pair: tuple[nn.Module, nn.Module], trial: Trial, x: float, *, is_c
 
 
 def _list_parts(reference: Reference, specials: Sequence[int]) -> Rows:
-    """Left out, set to 0, or exchanged."""
     model, places = reference.model, _list_places(reference.model)
     layers, named = _find(model, LAYERS), dict(model.named_modules())
     zero = _out(lambda inputs, output, x: output * 0)

@@ -1,5 +1,6 @@
 """Probes of images: how many tokens an engine makes of them, their pixels, its caches, and the positions after them.
-The reference sees the same pictures through transformers' own processor; each cause is a change of what it is given."""
+The reference sees the same pictures through transformers' processor; each cause is a change of what it is given.
+"""
 
 from __future__ import annotations
 

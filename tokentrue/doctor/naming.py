@@ -148,8 +148,8 @@ class Evidence:
     def predict(
         self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], *, again: bool = False
     ) -> list[Tensor | None]:
-        """Log-probabilities that engines with these causes report, by their numbers; entries of other observations stay
-        as they are. None: this model's shapes do not allow it. `again`: in another order of rounding."""
+        """Log-probabilities that engines with these causes report; entries of other observations stay as they are.
+        None: this model's shapes do not allow it. `again`: in another order of rounding."""
         if len(tried) > self.at_once:
             parts = [tried[start : start + self.at_once] for start in range(0, len(tried), self.at_once)]
             return [one for part in parts for one in self.predict(part, only, again=again)]
@@ -195,7 +195,7 @@ def _eager(model: Any, wanted: bool = True) -> Iterator[None]:
 
 @record(eq=False)
 class Fit:
-    """A hypothesis with its fitted number, and what it leaves of the difference on the tokens of the fit."""
+    """A hypothesis with its fitted number, and what it leaves of the difference."""
 
     hypothesis: Hypothesis
     x: float
@@ -218,7 +218,7 @@ class Fit:
 def judge(
     data: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "", prefixes: Sequence[tuple[int, ...]] = ()
 ) -> Finding:
-    """A named cause, `unknown`, or no fault. `prefixes`: ids that may stand before a prompt, or in it."""
+    """A named cause, `unknown`, or no fault. `prefixes`: ids that may be put into a prompt."""
     size, chosen, departs = data.size(data.e), data.e[data.is_chosen].abs(), data.departs
     figure = (
         f"mean |δ| {float(chosen.mean()):.2g}, max {float(chosen.max()):.2g} over {chosen.numel()} tokens, "
@@ -260,7 +260,7 @@ def judge(
 
 
 def share(data: Evidence, fit: Fit) -> float:
-    """Of |e| on the held-out half, how much the fit explains."""
+    """Of |e| on the held-out half, the part that the fit explains."""
     return 1 - data.size(fit.residual, data.held) / max(data.size(data.e, data.held), 1e-12)
 
 
@@ -376,7 +376,6 @@ class Tokens:
         return [None if found is None else fit(*one, self.data.engine - found) for one, found in pairs]
 
     def sort(self, fits: Sequence[Fit]) -> list[Fit]:
-        """The same fits on these tokens, best first."""
         tried = self.try_all([(one.hypothesis, one.x) for one in fits])
         return sorted((one for one in tried if one is not None), key=lambda one: one.left)
 
@@ -583,7 +582,7 @@ def solve_bias(data: Evidence) -> list[Hypothesis]:
 
 
 def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hypothesis]:
-    """Each prompt's own edit: tokens left out, doubled, exchanged or inserted, anywhere in it."""
+    """Each prompt's own edit: tokens left out, doubled, exchanged or inserted."""
     if data.is_late:
         return []
     places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
@@ -630,9 +629,9 @@ def _edit(seen: Observation, at: int, drop: int, put: tuple[int, ...]) -> Observ
 
 
 def judge_draws(data: Evidence) -> Finding:
-    """Do the sampled tokens follow the distribution that was reported for them? By the reference's probabilities.
+    """Whether the sampled tokens follow the distribution that was reported for them, by the reference's probabilities.
 
-    Filters and temperatures, and both together, compete: each is fitted on half of the draws and tried on the others.
+    Filters, temperatures, and both together compete: each is fitted on half of the draws and tried on the others.
     """
     places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
     chosen = [data.observations[n].token_ids[at] for n in places for at in data.observations[n].positions]

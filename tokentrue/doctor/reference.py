@@ -1,7 +1,6 @@
 """The reference: the trainer's model on the CPU, what an engine reported, and trials that change one thing of it.
 
-A trial is a change of the model, its inputs or its logits. Many trials run in one batch, each in rows of its own: of a
-small model that takes as long as one.
+Many trials run in one batch, each in rows of its own: of a small model that takes as long as one.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ class Observation:
         return torch.tensor(rows), torch.tensor(ids), torch.tensor(values, dtype=torch.float64)
 
     def first(self, count: int) -> Observation:
-        """Its first positions, without what follows them."""
         kept = self.positions[:count]
         own = {name: getattr(self, name)[:count] for name in ("logprobs", "temperatures", "kept", "tops")}
         return replace(self, token_ids=self.token_ids[: kept[-1] + 1], positions=kept, **own)
@@ -152,7 +150,6 @@ class Trial:
         self._change(module).before.append(lambda inputs, given: ((change(inputs[0]), *inputs[1:]), given))
 
     def give(self, module: nn.Module, name: str, change: Callable[[Any], Any]) -> None:
-        """Changes a keyword argument of the module."""
         self._change(module).before.append(lambda inputs, given: (inputs, {**given, name: change(given[name])}))
 
     def hide(self, attention: nn.Module, is_hidden: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
@@ -179,7 +176,7 @@ class Trial:
                 self.hook(module, rounded)
 
     def call(self, module: nn.Module, forward: Callable[..., Any], inputs: Any, given: Any, plain: Any = None) -> Any:
-        """What `module` returns under this trial; `plain`: what it returns without, if that is known."""
+        """What `module` returns under this trial; `plain`: what it returns without it, if that is known."""
         change = self.changes.get(module)
         if change is None:
             return forward(*inputs, **given)
@@ -264,7 +261,7 @@ class Reference:
         return self._logits[key]
 
     def logprobs(self, observations: Sequence[Observation]) -> Tensor:
-        """Of the chosen tokens, at the temperature that each was sampled at, over the ids that were kept."""
+        """Of the chosen tokens, at each one's temperature, over the ids that were kept."""
         found = [read_entries(seen, compute_logits(self.model, seen))[: len(seen.positions)] for seen in observations]
         return torch.cat([torch.zeros(0, dtype=torch.float64), *found])
 
@@ -470,7 +467,7 @@ def read_entries(
 
 
 def adapter_deltas(model: Any, directory: Path) -> dict[str, Tensor]:
-    """What an adapter adds to each weight, by the name of its module."""
+    """What an adapter adds to each weight, by module."""
     modules, found = dict(model.named_modules()), dict[str, Tensor]()
     for name, low in read_pairs(directory.name, *read_directory(directory)).items():
         target = modules.get(name)

@@ -1,7 +1,6 @@
-"""From samples alone: recorded log-probabilities against the reference forward, by position, turn, version and role.
+"""From samples alone: recorded log-probabilities against the reference, by position, turn and version.
 
-The reference scores each token at the temperature of its turn and over the ids that its filters kept, as far as the
-sample records them.
+Each token is scored at its turn's temperature and over the ids that its filters kept, as far as that is recorded.
 """
 
 from __future__ import annotations

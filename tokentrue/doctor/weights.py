@@ -1,5 +1,4 @@
-"""Weights, arithmetic and sampling: the engine's log-probabilities and routing against the reference, and what caused
-a difference."""
+"""Weights, arithmetic and sampling: the engine's log-probabilities and routing against the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ FLIPS = {"float32": 0.002, "float16": 0.02, "bfloat16": 0.15}  # share of choice
 
 
 async def probe_weights(exam: Examination) -> list[Finding]:
-    """Prompt tokens are judged with the sampled ones where both differ, or neither does."""
     assert exam.evidence is not None
     row = await _score_prompt(exam)
     joined, prompt = exam.evidence, exam.prompt_evidence
@@ -106,7 +104,7 @@ def locate_difference(exam: Examination, findings: Sequence[Finding], engine_mod
 
 
 def first_difference(reference: nn.Module, other: nn.Module, ids: Sequence[int], tolerance: float) -> tuple[str, float]:
-    """The first operator, in the order of execution, whose output differs by more than `tolerance`; "" if none does."""
+    """The first operator to run whose output differs by more than `tolerance`; "" if none does."""
     found = record_outputs(other, ids)
     for name, value in record_outputs(reference, ids).items():
         theirs = found.get(name)
@@ -120,7 +118,7 @@ def first_difference(reference: nn.Module, other: nn.Module, ids: Sequence[int],
 
 @torch.no_grad()
 def record_outputs(model: nn.Module, ids: Sequence[int]) -> dict[str, Tensor]:
-    """The output of every module without children, in the order of execution."""
+    """Of every module without children, in the order of execution."""
     outputs: dict[str, Tensor] = {}
 
     def record(module: nn.Module, inputs: Any, output: Any, *, name: str) -> None:
