@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
+from operator import mul
 from typing import Any, TypeAlias
 
 import torch
@@ -486,11 +487,8 @@ def _list_parts(reference: Reference, specials: Sequence[int]) -> Rows:
         yield "projection_order", f"{' and '.join(names)} exchanged", _at(same, _exchange)
     if not getattr(reference.config, "tie_word_embeddings", True):
         first = model.get_input_embeddings().weight.data
-        yield (
-            "tied_head",
-            "output layer = embedding",
-            _at({"": model.get_output_embeddings()}, _set("weight", lambda own, x: first)),
-        )
+        head = _at({"": model.get_output_embeddings()}, _set("weight", lambda own, x: first))
+        yield "tied_head", "output layer = embedding", head
 
 
 def _blank(n: int, own: Tensor, x: float) -> Tensor:
@@ -568,21 +566,13 @@ def _split_fused(mlp: Any, trial: Trial, x: int) -> None:
 # Settings of operators, and other operators.
 
 
-def _times(own: Any, x: float) -> Any:
-    return own * x
-
-
 def _list_settings(model: Any, config: Any) -> Rows:
     queries = {at: getattr(one, "q_norm", None) or one.q_proj for at, one in _having(model, "q_proj", "k_proj").items()}
-    layers, split = (
-        _find(model, LAYERS),
-        _having(model, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
-    )
-    after = (
-        "the residual is taken after the norm (1: attention, 2: MLP, 3: both), or the MLP does not see attention (4)"
-    )
+    layers = _find(model, LAYERS)
+    split = _having(model, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    after = "the residual is taken after the norm (1: attention, 2: MLP, 3: both), or the MLP sees no attention (4)"
     return (
-        ("attention_scale", "attention scores times {x:.4g}", _at(_having(model, "scaling"), _set("scaling", _times)), (*FAR, 8.0), "real"),
+        ("attention_scale", "attention scores times {x:.4g}", _at(_having(model, "scaling"), _set("scaling", mul)), (*FAR, 8.0), "real"),
         ("attention_scale", "queries grow with the position ÷ {x:.0f}", _at(queries, _out(_grow)), (8, 16, 32, 64, 8192), "whole"),
         ("bias_dropped", "biases set to 0", _at(_having(model, "bias"), _set("bias", lambda own, x: own * 0))),
         ("embedding_scale", "embeddings times {x:.4g}", _at({"embedding": model.get_input_embeddings()}, _out(lambda inputs, output, x: output * x)), (*FAR, config.hidden_size**0.5), "real"),
@@ -627,7 +617,7 @@ def _list_ropes(model: Any, config: Any) -> Rows:
         ("rope frequencies in bfloat16", "inv_freq", lambda own, x: own.bfloat16().float()),
         ("{x:.2g} of the dimensions turn", "inv_freq", lambda own, x: own * (place(own) < x), (0.5, 0.25, 0.75, 0)),
         ("rope turns the other way", "inv_freq", lambda own, x: -own),
-        ("cosines and sines times {x:.4g}", "attention_scaling", _times, (*FAR, 8.0), "real"),
+        ("cosines and sines times {x:.4g}", "attention_scaling", mul, (*FAR, 8.0), "real"),
     )  # fmt: skip
     for label, name, change, *how in settings:
         yield "rope", label, _at(_having(model, name), _set(name, change)), *how
@@ -685,7 +675,7 @@ def _list_activations(model: nn.Module, config: Any) -> Rows:
         yield "activation", label, _at(mlps, partial(_change_gate, changes)), *how
 
 
-def _change_gate(changes: Sequence[Callable[[Tensor, float], Tensor]], mlp: Any, trial: Trial, x: float) -> None:
+def _change_gate(changes: Sequence[Any], mlp: Any, trial: Trial, x: float) -> None:
     for part, change in zip((mlp.gate_proj, mlp.up_proj), changes, strict=True):
         trial.hook(part, lambda inputs, output, change=change: change(output, x))
 
@@ -697,9 +687,8 @@ def _list_norms(model: nn.Module, config: Any) -> Rows:
     for name in ("variance_epsilon", "eps"):
         units = _at(_having(model, name), _set(name, lambda own, x: x))
         yield "norm_epsilon", "norm epsilon {x:.3g}", units, [10.0**-n for n in (2, 3, 4, 5, 7, 12)], "real"
-    ones, more = (
-        _at(norms, _set("weight", to)) for to in (lambda own, x: torch.ones_like(own), lambda own, x: own + x)
-    )
+    ones = _at(norms, _set("weight", lambda own, x: torch.ones_like(own)))
+    more = _at(norms, _set("weight", lambda own, x: own + x))
     yield "norm_missing", "norms without their weights", ones, PARTIAL
     yield "norm_missing", "{x:+.0f} added to the weights of norms", more, (1, -1)
     for kind, units in {"norms of queries and keys": heads, **_group(off)}.items():
@@ -720,11 +709,8 @@ def _list_experts(model: nn.Module, config: Any) -> Rows:
     weighed = _out(lambda inputs, out, x: (out[0], out[1] * x, *out[2:]), is_whole=True)
     yield "expert_weights", "expert weights times {x:.4g}", _at(routers, weighed), FAR, "real"
     shares = lambda z: z.sigmoid() / z.sigmoid().sum(-1, keepdim=True)  # noqa: E731
-    for words, by in {
-        "sigmoids": torch.sigmoid,
-        "normalised sigmoids": shares,
-        "equal": lambda z: z * 0 + 1 / own,
-    }.items():
+    ways = {"sigmoids": torch.sigmoid, "normalised sigmoids": shares, "equal": lambda z: z * 0 + 1 / own}
+    for words, by in ways.items():
         change = lambda inputs, out, x, by=by: (out[0], by(out[0].gather(-1, out[2])), out[2])  # noqa: E731
         yield "expert_weights", f"expert weights: {words}", _at(routers, _out(change, is_whole=True))
     for dtype in (torch.bfloat16, torch.float16):
@@ -746,9 +732,8 @@ def _list_experts(model: nn.Module, config: Any) -> Rows:
 
     exchanged, missing = dict[str, Apply](), dict[str, Apply]()
     for a, b in combinations(range(count), 2):
-        exchanged |= {
-            f"{at} {a} and {b}": unit for at, unit in _at(singles | owners, partial(put, partial(swap, a, b))).items()
-        }
+        swaps = _at(singles | owners, partial(put, partial(swap, a, b)))
+        exchanged |= {f"{at} {a} and {b}": unit for at, unit in swaps.items()}
     for n in range(count):
         missing |= {f"{at}.{n}": unit for at, unit in _at(owners, partial(put, partial(_blank, n))).items()}
     yield "expert_order", "experts exchanged", exchanged, PARTIAL
@@ -798,10 +783,8 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
         # Most engines leave embedding and output layer as they are; some round these.
         for chosen in (*({at: one} for at, one in outer.items()), outer):
             where = " and ".join(chosen)
-            yield from _first_of(
-                (f"{kind}_weights", f"{label}; in {where}", rounded(chosen, to), ROUNDING)
-                for label, to in shared.items()
-            )
+            named = {f"{label}; in {where}": rounded(chosen, to) for label, to in shared.items()}
+            yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in named.items())
     for kind, formats in {**FORMATS, **({"dtype": NARROW} if dtype == "float32" else {})}.items():
         for is_old in (False, True):
             yield from _first_of(_list_caches(f"{kind}_kv_cache", formats, is_old))
@@ -842,16 +825,11 @@ def _list_caches(fault: str, formats: Mapping[str, Rounding], is_old: bool) -> R
         if is_old and re.search("row$|of (32|64)$", label):
             for recent in (32, 64, 128):
                 old = f", older than {recent} tokens"
-                forms |= {
-                    f"{old}, keys by channel": {"recent": recent, "keys": partial(by_channel, to)},
-                    old: {"recent": recent},
-                }
+                forms[f"{old}, keys by channel"] = {"recent": recent, "keys": partial(by_channel, to)}
+                forms[old] = {"recent": recent}
         elif not is_old and (" " not in label or label.endswith(("per row", "scale", "per tensor"))):
-            forms |= {
-                ", read by decoding alone": {"prefill": False},
-                ", keys alone": {"values": None},
-                ", values alone": {"keys": None},
-            }
+            forms[", read by decoding alone"] = {"prefill": False}
+            forms |= {", keys alone": {"values": None}, ", values alone": {"keys": None}}
         for words, how in forms.items():
             cache = partial(ref.rounding_cache, **{"keys": to, "values": to, **how})
             units = {"": lambda trial, x, cache=cache: setattr(trial, "cache", cache)}

@@ -108,9 +108,8 @@ def _judge(exam: Examination, seen: Sequence[tuple[list[PromptImage], Observatio
     size, name, what = min(left)
     rival = min(each for each, other, _ in left if other != name)
     is_named = size <= limit and rival > 2 * size
-    return fault(
-        name if is_named else "unknown", figure, detail=f"{what} leaves {size:.2g}, the next cause {rival:.2g}"
-    )
+    detail = f"{what} leaves {size:.2g}, the next cause {rival:.2g}"
+    return fault(name if is_named else "unknown", figure, detail=detail)
 
 
 def _list_causes(processor: Any, pixels: Sequence[Tensor]) -> list[tuple[str, str, Change]]:

@@ -19,6 +19,7 @@ from tokentrue.doctor.naming import Evidence, grows_with_position
 from tokentrue.doctor.reference import Observation
 from tokentrue.doctor.weights import judge_causes
 from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures, why_not_scorable
+from tokentrue.samples.shape import spread_spans
 from tokentrue.types import Sample, Span
 
 MOST_TOKENS = 3000
@@ -106,9 +107,8 @@ def _version(span: Span) -> str:
 def _keys(chosen: Sequence[tuple[Sample, Observation]], key: Callable[[Span], str]) -> list[str]:
     found: list[str] = []
     for sample, seen in chosen:
-        length = len(sample.token_ids)  # a span of a damaged file may be too long
-        by_token = {at: key(span) for span in sample.spans for at in range(span.start, min(span.end, length))}
-        found += [by_token.get(position, "?") for position in seen.positions]
+        by_token = spread_spans(sample, key, "?")
+        found += [by_token[position] for position in seen.positions]
     return found
 
 

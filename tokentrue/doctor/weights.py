@@ -97,9 +97,8 @@ def locate_difference(exam: Examination, findings: Sequence[Finding], engine_mod
         ids, tolerance = exam.observations[0].token_ids, TOLERANCES.get(exam.dtype, 1e-4)
         place, size = first_difference(exam.reference.model, engine_model, ids, tolerance)
         figure = f"{size:.2g} relative" if place else "-"
-        why = (
-            f"first in {place}" if place else "no single layer differs: the difference is in what surrounds the layers"
-        )
+        nowhere = "no single layer differs: the difference is in what surrounds the layers"
+        why = f"first in {place}" if place else nowhere
     return [cannot_tell(why, figure=figure, probe="weights: first layer that differs")]
 
 

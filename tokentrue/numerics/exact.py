@@ -1,8 +1,7 @@
 """`exact(model)`: replaces the operators of a Hugging Face decoder by exact ones; undone on exit, also on error.
 
 No process-wide state changes: a replaced `forward` is set on the module object, and attention goes through
-transformers' AttentionInterface under our name. The `Contract` lists what the bits depend on besides the inputs: two
-sides with the same fingerprint compute the same bits.
+transformers' AttentionInterface under our name.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from tokentrue.records import record
 
 @record
 class Contract:
-    """Every operator with its implementation, the machine it was checked on, and the fallbacks."""
+    """What the bits depend on besides the inputs: every operator with its implementation, the machine it was checked
+    on, and the fallbacks. Two sides with the same fingerprint compute the same bits."""
 
     operators: Mapping[str, str]
     machine: Mapping[str, str]
@@ -239,8 +239,6 @@ STATE = "_tokentrue_exact"
 
 @dataclass(slots=True)
 class State:
-    """Attached to the model while `exact` is active."""
-
     ops: Ops
     contract: Contract
 
@@ -302,7 +300,7 @@ class Signature:
 
 @record(eq=False)
 class Preparation:
-    """Plan and contract of a model; attached to it after its first `exact`, so that entering again costs little."""
+    """Attached to the model after its first `exact`, so that entering again costs little."""
 
     signature: Signature
     ops: Ops
@@ -347,8 +345,8 @@ def exact(
     """Runs `model` on exact operators inside the block; backward passes belong inside, too (checkpointing reruns
     forward).
 
-    `leaves`: as many as an engine with tensor parallelism has (`engine.leaves`); its size does not matter. `shapes`: of
-    the whole model, if this is a part of one.
+    `leaves`: as many as an engine with tensor parallelism has (`engine.leaves`). `shapes`: of the whole model, if this
+    is a part of one.
     """
     active: State | None = model.__dict__.get(STATE)
     if active is not None:

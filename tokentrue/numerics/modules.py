@@ -2,9 +2,8 @@
 
 Glue code (residual sums, gates, routers) calls torch directly. Under `exact` each such call goes through
 `ExactFunctions`: products, and elementwise functions whose bits depend on an element's position in memory, are computed
-by the exact operators; listed functions pass; any other is refused by name. Functions are listed because they move or
-select values, or because `CpuOps.self_test` checks that their bits do not depend on the batch. Parameters are read
-from a module at call time: FSDP2 gathers them just before.
+by the exact operators; listed functions pass, because they move or select values or `CpuOps.self_test` checks them; any
+other is refused by name. Parameters are read from a module at call time: FSDP2 gathers them just before.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ Forward = Callable[..., Any]
 
 
 class ExactFunctions(TorchFunctionMode):
-    """Applies the list inside one module's forward; `name` is the module's, for the error."""
+    """Inside one module's forward; `name` is the module's, for the error."""
 
     def __init__(self, ops: Ops, name: str) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class ExactFunctions(TorchFunctionMode):
 
 
 class ExactAngles(TorchFunctionMode):
-    """Makes cos and sin exact inside a rotary embedding; the rest is unchanged (its product sums one term)."""
+    """Makes cos and sin exact inside a rotary embedding; its product sums one term."""
 
     def __init__(self, ops: Ops) -> None:
         super().__init__()
@@ -115,7 +114,7 @@ class ExactAngles(TorchFunctionMode):
 
 
 def replace_attribute(module: nn.Module, name: str, value: object, undo: ExitStack) -> None:
-    """Sets it on the object, bypassing `nn.Module.__setattr__`; `undo` restores it."""
+    """On the object, bypassing `nn.Module.__setattr__`; `undo` restores it."""
     if name in module.__dict__:
         undo.callback(object.__setattr__, module, name, module.__dict__[name])
     else:
@@ -173,7 +172,7 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
 
 
 def computes(name: str, module: nn.Module) -> bool:
-    """True if a module without an exact form has code; raises if that code may not be exact."""
+    """Whether a module without an exact form has code; raises if that code may not be exact."""
     parameters = [name for name, value in module.named_parameters(recurse=False) if value is not None]
     what = f"{name} ({type(module).__name__}) has no exact form"
     sinks_alone = parameters == ["sinks"] and hasattr(module, "o_proj")  # they reach `exact_attention` as `s_aux`
@@ -246,8 +245,7 @@ def is_router(module: nn.Module) -> bool:
 
 def softmax_router(module: Any) -> bool | None:
     """Whether the router divides the chosen probabilities by their sum, found by running its code on another weight;
-    None if it is not a plain softmax router.
-    """
+    None if it is not a plain softmax router."""
     top_k = getattr(module, "top_k", None)
     if not isinstance(top_k, int) or not is_router(module) or list(module.buffers()):
         return None
@@ -316,9 +314,8 @@ def run_stand_in(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | No
 
 
 def rotary_forward(name: str, module: Any, ops: Ops) -> Forward:
-    """With float32 frequencies as the host computes them: `model.bfloat16()` rounds them, and a model built on a GPU has
-    different last bits. Frequencies that are not the config's are unchanged.
-    """
+    """With float32 frequencies as the host computes them: `model.bfloat16()` rounds them, and a model built on a GPU
+    has different last bits. Frequencies that are not the config's are unchanged."""
     own = list(module.buffers(recurse=False))
     is_rounded = any(buffer.dtype != torch.float32 for buffer in own)
     if hasattr(module, "config"):
@@ -342,7 +339,7 @@ def rotary_forward(name: str, module: Any, ops: Ops) -> Forward:
 
 
 def activation_kind(module: nn.Module) -> str | None:
-    """The name under which transformers builds this module, if it is one of ours."""
+    """Its name in transformers, if it is one of ours."""
     for kind in ACTIVATIONS:
         if kind in ACT2CLS and type(module) is type(ACT2FN[kind]):
             return kind
@@ -377,7 +374,7 @@ def experts_forward(name: str, module: Any, ops: Ops) -> Forward:
 
 
 def expert_activation(module: Any) -> str | ClampedSwiglu | None:
-    """The function between an expert's products; None if unknown. Checks a clamped gate against the module's code."""
+    """Between an expert's products; None if unknown. Checks a clamped gate against the module's code."""
     if not hasattr(module, "limit") or not hasattr(module, "_apply_gate"):
         return activation_kind(getattr(module, "act_fn", nn.Identity()))
     act = ClampedSwiglu(alpha=module.alpha, limit=module.limit)

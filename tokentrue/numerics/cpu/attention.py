@@ -34,10 +34,8 @@ KEPT = 1 << 24
 def fold(
     q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor, softcap: float | None, sink: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Output [X,M,D], maximum and total [X,M,1], weights before division [X,M,N].
-
-    `hidden`: mask over the last keys, broadcast over X. `sink` [X,M,1]: an additional score of each row.
-    """
+    """Output [X,M,D], maximum and total [X,M,1], weights before division [X,M,N]. `hidden`: mask over the last keys,
+    broadcast over X. `sink` [X,M,1]: an additional score of each row."""
     s_XMN = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     if softcap is not None:
         s_XMN = s_XMN.div_(softcap).tanh_().mul_(softcap)
@@ -175,7 +173,7 @@ class PackedAttention(torch.autograd.Function):
 def weights_again(
     q_XMD: Tensor, k_XND: Tensor, top: Tensor, chunk: Chunk, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Recomputes the weights of `fold`, and the slope of the soft cap."""
+    """The weights of `fold` again, and the slope of the soft cap."""
     s = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     slope = None
     if softcap is not None:
@@ -262,8 +260,6 @@ class Plan:
 
 
 class PagedAttention:
-    """`Ops.paged_attention`."""
-
     def __init__(self, page: int) -> None:
         self.page = page
         self.rows = 8  # least rows of a product; the self-test finds it
@@ -286,9 +282,8 @@ class PagedAttention:
         return out
 
     def plan(self, batch: PagedBatch, window: int | None, heads: int, groups: int) -> list[Plan]:
-        """Decodes of padded lengths within a factor of two share a product (others would pay for the longest), and so do
-        prefills alike.
-        """
+        """Decodes of padded lengths within a factor of two share a product (others would pay for the longest), and so
+        do prefills alike."""
         buckets: dict[tuple[int, int], list[int]] = {}
         for i, (queries, context) in enumerate(zip(batch.q_lens, batch.contexts, strict=True)):
             alike = (0, ((context - 1) // KEYS).bit_length()) if i < batch.num_decodes else (queries, context)
@@ -348,7 +343,7 @@ def past_the_end() -> Tensor:
 
 
 def hidden_decode(contexts: list[int], keys: int, window: int | None) -> Tensor:
-    """[S,1,N]: mask of hidden keys; only over the last block if that suffices."""
+    """[S,1,N]; only over the last block if that suffices."""
     first = keys - KEYS
     if window is None and min(contexts) > first:
         return past_the_end()[[context - first for context in contexts]].unsqueeze(1)

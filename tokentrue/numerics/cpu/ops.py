@@ -1,5 +1,5 @@
-"""Exact operators on the CPU, from plain torch. No form of a product is trusted: `self_test` first compares bits on
-this machine for every shape of the model.
+"""Exact operators on the CPU, from plain torch. `self_test` first compares bits on this machine for every shape of the
+model.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ LEAST_ROWS = (2, 4, 8, 16, 32)
 
 
 def check_functions(dtype: torch.dtype) -> None:
-    """Functions of `modules.ARITHMETIC`, callable by a model's code, that are more than one rounded operation."""
+    """Of `modules.ARITHMETIC` those that are more than one rounded operation."""
     for name in ELEMENTWISE:
         for kind in {dtype, torch.float32}:
             if not elements_independent(name, kind):
@@ -286,7 +286,7 @@ def sums_independent(name: str, width: int, threads: int) -> bool:
 
 @cache
 def plain_equals_onednn(k: int, n: int, bias: bool, threads: int) -> bool:
-    """True if ordinary and transposed products have oneDNN's bits for every row count that uses them."""
+    """For every row count that uses these products."""
     x, w, b = example(k, n, bias, torch.float32)
     transposed = w.t().contiguous()
     with torch.no_grad():

@@ -274,7 +274,6 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
 
 
 def copy_tiles(pairs: list[tuple[int, int]], device: torch.device) -> Tiles:
-    """Asynchronous copy to the device."""
     flat = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous()
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
@@ -296,7 +295,6 @@ def gradient_tiles(lengths: Sequence[int], dtype: torch.dtype, device: torch.dev
 
 
 def dense_heads(q: Tensor) -> Tensor:
-    """Makes the heads of a token contiguous."""
     return align_rows(q if q.stride(-1) == 1 and q.stride(1) == q.shape[2] else q.contiguous())
 
 

@@ -177,7 +177,7 @@ ALONE = (
 
 
 def plain_tile(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
-    """Measured on an H200, harmless elsewhere. `outputs`: of each half, if gated."""
+    """Measured on an H200. `outputs`: of each half, if gated."""
     if dtype == torch.float32:
         return Tile(16, 32, 32, 4, 3) if rows <= 32 else Tile(64, 64, 32, 4, 3)
     if rows > 256:
@@ -200,7 +200,7 @@ def plain_tile(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, gate
 
 
 def described_tile(x: Tensor, weight: Tensor, *, gated: bool) -> Tile | None:
-    """For descriptors; None if there are none, or `plain_tile` is faster. Measured on an H200."""
+    """None if there are no descriptors, or `plain_tile` is faster. Measured on an H200."""
     rows, outputs, processors = x.shape[0], weight.shape[0], multiprocessors(x.device)
     # Rows must start at 16-byte boundaries; a row of the result has as many values as the weight has rows.
     dense = x.stride(-1) == 1 and x.stride(0) * x.element_size() % ALIGNMENT_BYTES == 0

@@ -53,7 +53,7 @@ FEW_ROWS = 256
 
 
 def splits_for(programs: int) -> int:
-    """Two programs per multiprocessor of an H200; measured there."""
+    """Two programs per multiprocessor of an H200."""
     return min(32, 264 // programs) if programs <= MOST_SHARED else 1
 
 

@@ -69,7 +69,7 @@ def _whole_kernel(
 
 
 def row_stats(z: Tensor) -> Tensor:
-    """[R, 2]: maximum and log-sum of each row of z."""
+    """[R, 2]: maximum and log-sum of each row."""
     rows, vocabulary = z.shape
     chunks = cdiv(vocabulary, CHUNK)
     top, total = torch.empty((2, rows, chunks), dtype=torch.float32, device=z.device)
