@@ -16,13 +16,7 @@ from typing import ParamSpec
 from tokentrue.doctor.findings import Finding, cannot_tell
 from tokentrue.doctor.naming import Evidence
 from tokentrue.doctor.reference import Observation, Reference
-from tokentrue.errors import (
-    ConfigError,
-    EngineError,
-    InputError,
-    RenderError,
-    TokenContractError,
-)
+from tokentrue.errors import ConfigError, EngineError, InputError, RenderError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Provider

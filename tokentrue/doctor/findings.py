@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from tokentrue.records import record
 
-Confidence: TypeAlias = Literal["high", "medium", "low"]
+Confidence = Literal["high", "medium", "low"]
 
 
 class Verdict(StrEnum):

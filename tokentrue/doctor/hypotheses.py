@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
 from operator import mul
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,11 @@ from tokentrue.doctor import reference as ref
 from tokentrue.doctor.formats import FORMATS, NARROW, Rounding, tf32, to_float8
 from tokentrue.doctor.reference import Observation, Reference, Trial
 
-Apply: TypeAlias = Callable[[Trial, Any], object]
-Units: TypeAlias = Mapping[str, Apply]
-Span: TypeAlias = Callable[[Observation, Any], tuple[int, int]]
-Rewrite: TypeAlias = Callable[[tuple[int, ...]], tuple[int, ...]]  # of a prompt's ids
-Rows: TypeAlias = Iterable[tuple[Any, ...]]  # arguments of a hypothesis; a dictionary at the end has named ones
+Apply = Callable[[Trial, Any], object]
+Units = Mapping[str, Apply]
+Span = Callable[[Observation, Any], tuple[int, int]]
+Rewrite = Callable[[tuple[int, ...]], tuple[int, ...]]  # of a prompt's ids
+Rows = Iterable[tuple[Any, ...]]  # arguments of a hypothesis; a dictionary at the end has named ones
 # A change of 2% or more is near one of these; 1 changes nothing.
 FAR = (0.5, 0.25, 1.0, 2.0, 0.8, 4.0, 1.03, 0.97, 1.25)
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
@@ -496,7 +496,7 @@ def _blank(n: int, own: Tensor, x: float) -> Tensor:
 
 
 # Rows of a projection as a grid (d: size of a head, g: query heads of a key head), and what happens to that.
-Order: TypeAlias = tuple[Callable[[int, int], tuple[int, ...]], Callable[[Tensor], Tensor]]
+Order = tuple[Callable[[int, int], tuple[int, ...]], Callable[[Tensor], Tensor]]
 _transpose, _transpose_last = (partial(torch.transpose, dim0=n, dim1=n + 1) for n in (0, 1))
 _flip, _flip_second = (partial(torch.flip, dims=(n,)) for n in (0, 1))
 _roll = partial(torch.roll, shifts=1, dims=0)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ ROWS = {"unknown": PIXELS, "image_pixels": PIXELS, "image_ignored": PIXELS, "ima
 ROWS["image_positions"] = POSITIONS
 SQUARE, TALL = (64, 64), (48, 80)
 ROUNDING = 4.0  # times that of text: a tower adds its own
-Given: TypeAlias = dict[str, Any]
-Change: TypeAlias = Callable[[Given, int, Observation], Given]  # of what the model gets for a request, by its number
+Given = dict[str, Any]
+Change = Callable[[Given, int, Observation], Given]  # of what the model gets for a request, by its number
 
 
 async def probe_images(exam: Examination, findings: Sequence[Finding]) -> list[Finding]:

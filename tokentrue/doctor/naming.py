@@ -22,14 +22,7 @@ from torch import Tensor
 from tokentrue.doctor.findings import Finding, fault, ok
 from tokentrue.doctor.formats import NARROW
 from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, biased, count_kept, edited
-from tokentrue.doctor.reference import (
-    Observation,
-    Reference,
-    WideSums,
-    compute_batch,
-    compute_logits,
-    read_entries,
-)
+from tokentrue.doctor.reference import Observation, Reference, WideSums, compute_batch, compute_logits, read_entries
 from tokentrue.records import record
 
 FLOAT32_SPREAD = 1.5e-5  # typical |e| of two correct float32 implementations of a small model

@@ -13,7 +13,7 @@ from functools import partial
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from tokentrue.numerics import KeptRows, remove_filtered
 from tokentrue.records import record
 from tokentrue.types import Completion
 
-Rounding: TypeAlias = Callable[[Tensor], Tensor]
+Rounding = Callable[[Tensor], Tensor]
 
 
 @record

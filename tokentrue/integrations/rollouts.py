@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, TypeAlias
+from typing import Any
 
 from tokentrue.client import AsyncClient
 from tokentrue.errors import ConfigError, GatewayError
@@ -20,7 +20,7 @@ from tokentrue.samples.groups import group_of, group_sessions
 from tokentrue.samples.trainer_rows import refuse_images
 from tokentrue.types import Sample
 
-Agent: TypeAlias = Callable[[Any, Any], Awaitable[float | None] | float | None]
+Agent = Callable[[Any, Any], Awaitable[float | None] | float | None]
 """`agent(client, task)`: any program that takes an `openai.AsyncOpenAI` and a task. A number that it returns is the
 reward."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from tokentrue.errors import InputError
 from tokentrue.mismatch.metrics import LOG_CLAMP
 from tokentrue.records import record
 
-Values: TypeAlias = Tensor | Sequence[Tensor]
+Values = Tensor | Sequence[Tensor]
 """A batch in one of three layouts: `[B, T]`, packed `[N]` with `cu_seqlens`, or one tensor per row."""
-Shape: TypeAlias = torch.Size | list[torch.Size]
-Bounds: TypeAlias = Tensor | Sequence[int] | None
+Shape = torch.Size | list[torch.Size]
+Bounds = Tensor | Sequence[int] | None
 """Row boundaries of packed 1-D tensors, from 0 to N."""
 
 
@@ -193,11 +193,11 @@ def _offsets(like: Values, cu_seqlens: Bounds) -> tuple[int, ...]:
     return bounds
 
 
-Signal: TypeAlias = Literal["corr", "ppo_train", "ppo_rollout"]
-Need: TypeAlias = Literal["old", "current", "advantages", "versions", "head"]
+Signal = Literal["corr", "ppo_train", "ppo_rollout"]
+Need = Literal["old", "current", "advantages", "versions", "head"]
 """Policies and values per token that a rule may need; "head", both policies at the sampler's most likely ids, concerns
 the loss alone."""
-NonFinite: TypeAlias = Literal["raise", "unit"]
+NonFinite = Literal["raise", "unit"]
 
 
 class BatchOptions(TypedDict, total=False):

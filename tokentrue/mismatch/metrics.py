@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -189,7 +188,7 @@ class Histogram:
                 yield f"{name}/{prefix}{share * 100:g}", value
 
 
-Statistic: TypeAlias = Count | Mean | Extremes | Moments | Histogram
+Statistic = Count | Mean | Extremes | Moments | Histogram
 
 
 class Metrics(Mapping[str, float]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from msgspec import Meta
@@ -19,11 +19,11 @@ from tokentrue.mismatch.metrics import ESTIMATORS
 from tokentrue.records import record
 from tokentrue.types import Checked, Count, NotNegative, check_fields, is_finite
 
-Level: TypeAlias = Literal["token", "sequence", "geometric"]
-Mode: TypeAlias = Literal["truncate", "clip", "mask", "raw"]
-Estimator: TypeAlias = Literal["ratio", "k1", "k2", "k3"]
-Aggregate: TypeAlias = Literal["token", "seq_sum", "seq_mean", "seq_max", "geometric"]
-Surrogate: TypeAlias = Literal["ppo", "ratio", "reinforce", "gspo", "cispo", "dppo_tv", "sapo", "vespo"]
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["truncate", "clip", "mask", "raw"]
+Estimator = Literal["ratio", "k1", "k2", "k3"]
+Aggregate = Literal["token", "seq_sum", "seq_mean", "seq_max", "geometric"]
+Surrogate = Literal["ppo", "ratio", "reinforce", "gspo", "cispo", "dppo_tv", "sapo", "vespo"]
 
 RATIO: dict[Signal, str] = {
     "corr": "π_old/π_rollout",

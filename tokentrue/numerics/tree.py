@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from tokentrue.numerics.ops import Branches, Packed, same_bits
 from tokentrue.numerics.vision import SeenImages
 from tokentrue.records import record
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def sort_by_prefix(names: Sequence[Array]) -> tuple[list[int], list[int]]:

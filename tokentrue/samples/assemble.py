@@ -170,12 +170,7 @@ def _spans(node: Node, turn: int, start: int, mine: str | None) -> Iterator[Span
 
 
 def _own_metadata(record: SessionRecord, leaf: Node, path: list[Node], coverage: Coverage) -> JsonObject:
-    own: JsonObject = {
-        "version": 1,
-        "leaf": leaf.id,
-        "nodes": node_rows(path),
-        "coverage": coverage_to_json(coverage),
-    }
+    own: JsonObject = {"version": 1, "leaf": leaf.id, "nodes": node_rows(path), "coverage": coverage_to_json(coverage)}
     if record.pin:
         replaced = [turn for turn, node in enumerate(path) if node.replaced]
         own["pin"] = {"prompts": list(record.pin), "replaced_in_turns": replaced}

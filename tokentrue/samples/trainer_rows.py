@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import groupby, pairwise
-from typing import TypeAlias
 
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
@@ -15,7 +14,7 @@ from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.samples.shape import encode_bytes, spread_spans
 from tokentrue.types import Sample
 
-Columns: TypeAlias = tuple[Sequence[JsonValue], Sequence[JsonValue], Sequence[JsonValue]]
+Columns = tuple[Sequence[JsonValue], Sequence[JsonValue], Sequence[JsonValue]]
 """As read from a file, unchecked."""
 
 
@@ -156,10 +155,7 @@ def prime_rl_row(sample: Sample) -> JsonObject:
         }
     if (mask := sample.sampling_mask) is not None:
         counts = TokenIds(len(mask.row(index)) for index in range(len(mask)))
-        row["sampling_mask"] = {
-            "ids": encode_bytes(mask.token_ids.tobytes()),
-            "counts": encode_bytes(counts.tobytes()),
-        }
+        row["sampling_mask"] = {"ids": encode_bytes(mask.token_ids.tobytes()), "counts": encode_bytes(counts.tobytes())}
     return row
 
 

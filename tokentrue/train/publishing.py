@@ -14,13 +14,7 @@ from contextlib import suppress
 
 import torch
 
-from tokentrue.errors import (
-    EngineContractError,
-    EngineError,
-    EngineTimeout,
-    EngineUnreachable,
-    TrainingError,
-)
+from tokentrue.errors import EngineContractError, EngineError, EngineTimeout, EngineUnreachable, TrainingError
 from tokentrue.protocols import AdapterSink, PretrainedAdapter, Provider, Versioned, WeightSink
 from tokentrue.train.exactness import PROBED_TOKENS
 from tokentrue.train.ranks import adapter_weights, find_adapter

@@ -36,21 +36,8 @@ from tokentrue.train.rows import (
     session_advantages,
     with_head_ids,
 )
-from tokentrue.train.scoring import (
-    ExactScorer,
-    PlainScorer,
-    Scorer,
-    evaluation_mode,
-    lay_out,
-    replay_experts,
-)
-from tokentrue.train.update import (
-    LossScale,
-    MasterWeights,
-    MinibatchCorrection,
-    StepBatch,
-    correct_minibatch,
-)
+from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer, evaluation_mode, lay_out, replay_experts
+from tokentrue.train.update import LossScale, MasterWeights, MinibatchCorrection, StepBatch, correct_minibatch
 from tokentrue.types import Sample
 
 LOG = logging.getLogger("tokentrue.train")
@@ -153,11 +140,7 @@ class Trainer:
             yield name, whole(value.detach())
 
     def counters(self) -> JsonObject:
-        return {
-            "version": self.version,
-            "updates": self.updates,
-            "loss_scale": [self.scale.value, self.scale.good],
-        }
+        return {"version": self.version, "updates": self.updates, "loss_scale": [self.scale.value, self.scale.good]}
 
     def set_counters(self, counters: JsonMapping) -> None:
         self.version, self.updates = int(counters["version"]), int(counters["updates"])
@@ -221,13 +204,7 @@ class Trainer:
         parts = self.plan(rows, advantages)
         mine = self.score_parts(self.model, rows, parts)
         reference = {} if self.reference is None else self.score_parts(self.reference, rows, parts)
-        return StepBatch(
-            rows=rows,
-            parts=parts,
-            recomputed=mine,
-            reference=reference,
-            advantages=advantages,
-        )
+        return StepBatch(rows=rows, parts=parts, recomputed=mine, reference=reference, advantages=advantages)
 
     @torch.no_grad()
     def score_parts(self, model: nn.Module, rows: Sequence[Row], parts: Sequence[Minibatch]) -> dict[int, Tensor]:

@@ -64,13 +64,7 @@ class MinibatchCorrection:
 
 
 def correct_minibatch(
-    batch: StepBatch,
-    part: Minibatch,
-    loss: LossConfig,
-    *,
-    current: Mapping[int, Tensor],
-    version: int,
-    ranks: Ranks,
+    batch: StepBatch, part: Minibatch, loss: LossConfig, *, current: Mapping[int, Tensor], version: int, ranks: Ranks
 ) -> MinibatchCorrection:
     chosen = [batch.rows[i] for i in part.rows]
     rollout, advantages, masks = batch.columns(part.rows, torch.device("cpu"))

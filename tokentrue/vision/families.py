@@ -13,15 +13,15 @@ import math
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from tokentrue.errors import ConfigError, MessageError
 from tokentrue.json_types import JsonMapping, JsonValue, is_object
 from tokentrue.protocols import find_plugins, load_plugin
 from tokentrue.records import record
 
-Grid: TypeAlias = tuple[int, int, int]
-Backend: TypeAlias = Literal["pil", "torchvision"]
+Grid = tuple[int, int, int]
+Backend = Literal["pil", "torchvision"]
 LIBRARIES: Mapping[str, str] = {"pil": "pillow", "torchvision": "torchvision"}
 _KINDS = ("image", "video", "audio")
 _COMMON: JsonMapping = {
@@ -126,7 +126,7 @@ def make_gemma(family: str, settings: JsonMapping, processor: JsonMapping) -> Vi
     )
 
 
-MakeVision: TypeAlias = Callable[[str, JsonMapping, JsonMapping], Vision]
+MakeVision = Callable[[str, JsonMapping, JsonMapping], Vision]
 """(model_type, settings of the image processor, processor_config.json) -> Vision; ConfigError says why it cannot."""
 
 _QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")

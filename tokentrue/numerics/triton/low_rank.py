@@ -19,14 +19,7 @@ from torch import Tensor
 
 from tokentrue.numerics.ops import LowRank, LowRankStack, RowSlots
 from tokentrue.numerics.triton.experts import Groups, group, multiply_groups
-from tokentrue.numerics.triton.launch import (
-    Tile,
-    launch,
-    let_next_start,
-    power_of_two,
-    precision_of,
-    wait_for_inputs,
-)
+from tokentrue.numerics.triton.launch import Tile, launch, let_next_start, power_of_two, precision_of, wait_for_inputs
 
 LEAST_RANK = 16
 MOST_PARTS = 3

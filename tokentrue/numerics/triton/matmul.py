@@ -169,11 +169,7 @@ LARGE = Tile(128, 256, 64, 8, 3)
 MIDDLE = Tile(128, 128, 64, 4, 4)
 SMALL = Tile(64, 64, 64, 4, 6)
 # For few rows: every program has a multiprocessor, and nearly all of its shared memory, to itself. Smallest first.
-ALONE = (
-    Tile(64, 64, 128, 4, 6),
-    Tile(64, 128, 64, 4, 8),
-    Tile(128, 128, 64, 4, 6),
-)
+ALONE = (Tile(64, 64, 128, 4, 6), Tile(64, 128, 64, 4, 8), Tile(128, 128, 64, 4, 6))
 
 
 def plain_tile(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
