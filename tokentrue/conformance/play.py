@@ -169,7 +169,8 @@ class Play:
         url = self.session.urls[self.dialect] + path
         same = next((at for at, (a, b) in enumerate(zip(self._last, sent, strict=False)) if a != b), len(self._last))
         before = [f"{same} messages as before"] if same else []
-        self.note(f"{self.dialect}{', streamed' if stream else ''}: " + " | ".join([*before, *map(brief, sent[same:])]))
+        said = " | ".join([*before, *map(brief, sent[same:])])
+        self.transcript.append(f"{self.dialect}{', streamed' if stream else ''}: {said}")
         self._last, heard = sent, heard or Heard()
         version = {"anthropic-version": "2023-06-01"} if self.dialect == ANTHROPIC else {}
         async with self.bench.http.post(url, json=body, headers={**version, **self.session.headers, **headers}) as got:
@@ -221,10 +222,10 @@ class Play:
         if len(answers) != len(plans):
             raise self.stop("4.1", f"the agent asked for {len(plans)} answers and got {len(answers)}")
         for choice, answer in enumerate(answers):
-            self.note(f"  -> {brief(answer.message)}")
-            left = (
-                made if len(plans) == 1 else [one for one in made if all(one is not t.generation for t in self.served)]
-            )
+            self.transcript.append(f"  -> {brief(answer.message)}")
+            left = made
+            if len(plans) > 1:
+                left = [one for one in made if all(one is not turn.generation for turn in self.served)]
             one = next((one for one in reversed(left) if is_shown_as(answer.message, one)), (left or made)[-1])
             self._compare_shown(answer, one)
             order = len(self._requests)
@@ -239,10 +240,8 @@ class Play:
             self.fault("4.1", f"sampled {brief_json(one.plan.output.expected)}, shown {brief_json(shown)}")
         wanted = FINISHES[self.dialect][2 if one.finish.reason == "length" else bool(answer.message.calls)]
         if answer.finish != wanted:
-            self.fault(
-                "4.4",
-                f"the sampling ended by {one.finish.reason}: {wanted!r} is due, the answer says {answer.finish!r}",
-            )
+            due = f"{wanted!r} is due, the answer says {answer.finish!r}"
+            self.fault("4.4", f"the sampling ended by {one.finish.reason}: {due}")
         sent = [see_picture(image)[1] for message in self._last for image in message.images]
         given = [self.bench.vocabulary.colours[name] for name, _, _ in one.images]
         if len(sent) != len(given) or not all(map(is_same_picture, sent, given)):
@@ -251,9 +250,6 @@ class Play:
     async def turn(self, messages: Sequence[Message], *, calls: int = 1, **how: Any) -> list[Message]:
         """One turn of a tool loop: the conversation after it."""
         return self.after(messages, await self.ask(messages, output=self.output(calls=calls), **how))
-
-    def note(self, line: str) -> None:
-        self.transcript.append(line)
 
     # The record.
     async def rows(self) -> Sequence[Row]:
