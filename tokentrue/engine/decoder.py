@@ -185,7 +185,7 @@ LAYOUTS: dict[frozenset[str], tuple[str | None, ...]] = {
 
 
 def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
-    """Reads the layers of `model` and merges them in place; raises ExactnessError naming what has no exact form."""
+    """Merges the layers' weights in place; raises ExactnessError naming what has no exact form."""
     check_shape(model, (nn.Linear, nn.Identity))
     config, body, head = model.config.get_text_config(), body_of(model), model.get_output_embeddings()
     tower = None if body is model.model else model.model.visual
@@ -322,7 +322,7 @@ def read_mlp(name: str, mlp: Any) -> Dense | Callable[[Tensor], Tensor]:
 
 
 def merge(*linears: nn.Linear) -> Product:
-    """Merges all weights into one tensor; the modules keep views of it, so loading into them loads here."""
+    """Into one tensor; the modules keep views of it, so loading into them loads here."""
     with torch.no_grad():
         weight = torch.cat([m.weight.data for m in linears])
         bias = None if linears[0].bias is None else torch.cat([m.bias.data for m in linears])
@@ -337,7 +337,7 @@ def merge(*linears: nn.Linear) -> Product:
 
 
 def rope_axes(rotary: Any, device: torch.device) -> Tensor:
-    """Found by the model's module: which of three positions changes each value. The proof at load checks it."""
+    """Which of three positions changes each value, found by the model's module. The proof at load checks it."""
     like = torch.zeros(1, device=device)
     with torch.no_grad():
         sines = [rotary(like, torch.eye(3, dtype=torch.int64, device=device)[i].view(3, 1, 1))[1] for i in range(3)]

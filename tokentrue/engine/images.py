@@ -69,7 +69,7 @@ class RequestImages:
 
 
 def proof_images(tower: Any) -> RequestImages:
-    """Two of random pixels for the proof at load; a piece of it ends within the second."""
+    """Two of random pixels; a piece of the proof ends within the second."""
     config, runs = tower.config, list[ImageRun]()
     merge, size = config.spatial_merge_size, tower.patch_embed.proj.weight[0].numel()
     for start, height, width in ((10, 2, 3), (73, 4, 2)):

@@ -82,8 +82,6 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class StageFailed:
-    """Last message of a process that cannot continue."""
-
     text: str
 
 
@@ -179,7 +177,7 @@ class Processes:
 
     # ---- weights
     def load(self, weights: Weights) -> None:
-        """Sends each process its weights; checks a mapping or directory whole before the first is sent."""
+        """Checks a mapping or directory whole before the first is sent."""
         for name, _, value in checked_weights(targets_of(self.model), weights, self.model):
             self._send_tensor(plain_name(name), value)
         self._ask_all("refresh")
@@ -227,7 +225,7 @@ class Processes:
             self._die()
 
     def _hear(self, stage: StageProcess) -> Any:
-        """Returns the process's next result. Any that fails or dies meanwhile ends all."""
+        """The process's next result. Any that fails or dies meanwhile ends all."""
         while not stage.answers:
             ready = wait([other for s in self._stages for other in (s.pipe, s.process.sentinel)])
             for index, each in enumerate(self._stages):
@@ -271,7 +269,7 @@ class Processes:
 
 
 def start_stage(kind: type[Stage], spec: StageSpec) -> StageProcess:
-    """Spawns a clean process: no threads, locks or CUDA state of this one."""
+    """A clean process: no threads, locks or CUDA state of this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     here, there = context.Pipe()
@@ -317,7 +315,7 @@ class Stage:
 
     @staticmethod
     def part_of(spec: StageSpec, name: str, value: Tensor) -> tuple[str, Tensor] | None:
-        """Name and value in this process of a tensor of the model."""
+        """Of a tensor of the model, its name and value in this process."""
         found = LAYER.fullmatch(name)
         if found is None:
             return name, value
@@ -325,7 +323,7 @@ class Stage:
         return (f"model.layers.{spec.layers.index(number)}.{found[2]}", value) if number in spec.layers else None
 
     def _make_model(self) -> Any:
-        """The model with this process's layers, on the meta device."""
+        """With this process's layers, on the meta device."""
         spec = self._spec
         model = skeleton_of(spec.model_class, spec.config)
         body, config = model.model, model.config.get_text_config()
@@ -374,7 +372,7 @@ class Stage:
             module._buffers[leaf] = value
 
     def build(self) -> tuple[Contract, Sizes]:
-        """Call after all tensors have arrived."""
+        """After all tensors have arrived."""
         spec, model = self._spec, self._model
         targets = dict(model.state_dict(keep_vars=True))
         lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
@@ -406,7 +404,6 @@ class Stage:
         self._forward.clean()
 
     def set_adapter(self, adapter: Adapter) -> None:
-        """On success, later steps may use the adapter."""
         own, first = self._spec.layers, self._spec.layers.start
         weights = {
             (layer - first, projection): replace(low, a=low.a.to(self._device), b=low.b.to(self._device))

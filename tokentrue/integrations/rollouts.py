@@ -40,7 +40,7 @@ class GatewayRollouts:
     def run(
         self, tasks: Sequence[Any], groups: Sequence[str], *, first: int = 0, files: dict[str, bytes] | None = None
     ) -> list[list[Sample]]:
-        """The samples of each task's rollout. `first` is the place of the first task among those of all processes."""
+        """Each task's samples. `first` is the place of the first task among those of all processes."""
         return asyncio.run(self.run_async(tasks, groups, range(first, first + len(tasks)), files=files))
 
     async def run_rollout(
@@ -52,7 +52,7 @@ class GatewayRollouts:
         sampling: JsonMapping | None = None,
         files: dict[str, bytes] | None = None,
     ) -> list[Sample]:
-        """The samples of one rollout; `index` is its place in the group."""
+        """One rollout; `index` is its place in the group."""
         (samples,) = await self.run_async([task], [group], [index], sampling, files)
         return samples
 

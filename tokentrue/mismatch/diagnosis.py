@@ -200,7 +200,7 @@ def measure_ppo(batch: Batch) -> dict[str, Statistic]:
 
 
 def measure_contribution(batch: Batch) -> dict[str, Statistic]:
-    """Moments of C(r) by the sign of A. Without a current policy the trainer's own is taken for it."""
+    """Moments of C(r) by the sign of A; the trainer's own policy is the current one if none is given."""
     advantages = batch.per_token("advantages") if batch.has("advantages") else torch.zeros_like(batch.corr)
     own = torch.zeros_like(batch.corr) if batch.current is None else batch.log_ratio("ppo_train")
     theirs = batch.corr if batch.current is None else batch.log_ratio("ppo_rollout")

@@ -1,5 +1,6 @@
 """Writes a sample file in a named format, reads any of them, and audits a file before training. A file is written under
-a temporary name and renamed; devices and pipes are written to directly."""
+a temporary name and renamed.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def find_format(name: str) -> SampleFormat:
 
 
 def is_stream(path: Path) -> bool:
-    """True for a device, a pipe or an open descriptor (`/dev/stdout`), which must not be replaced."""
+    """A device, a pipe or an open descriptor (`/dev/stdout`), which must not be replaced."""
     linked = path.parent / path.readlink() if path.is_symlink() else path
     is_descriptor = any(os.path.realpath(each.parent).startswith("/proc/") for each in (path, linked))
     return is_descriptor or (path.exists() and not path.is_file())

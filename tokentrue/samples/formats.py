@@ -52,8 +52,8 @@ class ExportedSample:
 
 @record
 class SampleFormat:
-    """`follows` names the release whose fields it writes. `mark` is the column that distinguishes its rows from other
-    formats in the same container."""
+    """`follows` names the release whose fields it writes. `mark`: the column that distinguishes its rows from others in
+    the same container."""
 
     name: str
     suffix: Literal[".jsonl", ".parquet", ".safetensors"]

@@ -1,4 +1,4 @@
-"""One process or many: what a training step asks of the other ranks."""
+"""What a training step asks of the other ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ T = TypeVar("T")
 
 @record
 class Ranks:
-    """This process among those of torchrun; a world of 1 without it. `store` carries words between ranks without a
-    collective."""
+    """This process among those of torchrun. `store` carries words between ranks without a collective."""
 
     rank: int = 0
     world: int = 1
@@ -75,7 +74,7 @@ class Ranks:
         return box[0]
 
     async def meet(self) -> None:
-        """Returns when every rank has called it, however long that takes: a collective would time out."""
+        """When every rank has called it, however long that takes: a collective would time out."""
         if self.world == 1 or self.store is None:
             return
         key = f"meeting-{next(self._meetings)}"

@@ -234,7 +234,7 @@ def share(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def split_even(count: int, parts: int) -> list[range]:
-    """`count` rows in `parts` runs whose sizes differ by at most one; empty runs are left out."""
+    """`parts` runs whose sizes differ by at most one; empty runs are left out."""
     bounds = [count * i // parts for i in range(parts + 1)]
     return [range(a, b) for a, b in itertools.pairwise(bounds) if b > a]
 

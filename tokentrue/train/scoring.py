@@ -39,7 +39,7 @@ class Scorer(Protocol):
 
 
 class ExactScorer:
-    """The engine's own operators: the same bits whatever is packed together. `leaves`: the engine's."""
+    """The engine's own operators: the same bits whatever is packed together."""
 
     is_padded = False
 
@@ -72,7 +72,7 @@ class ExactScorer:
 
 
 class PlainScorer:
-    """The model's own forward pass on right-padded rows: what an ordinary trainer computes."""
+    """The model's own forward pass on right-padded rows."""
 
     is_padded = True
     tree = False
@@ -114,7 +114,7 @@ class PlainScorer:
 
 
 def lay_out(rows: Sequence[ScoredRow], *, tree: bool, device: torch.device | str = "cpu") -> TokenTree:
-    """A forward pass: each shared prefix once, or (with images, too) the rows back to back."""
+    """Each shared prefix once, or (with images, too) the rows back to back."""
     return TokenTree.of(token_names(rows), shared=tree and not any(row.images for row in rows), device=device)
 
 
