@@ -62,19 +62,14 @@ def read_record(sample: Sample) -> SampleRecord:
 
 
 def read_turns(sample: Sample) -> list[RecordedTurn]:
-    turns: list[RecordedTurn] = []
-    at = 0
+    turns, at, name = list[RecordedTurn](), 0, f"sample {sample.sample_id}"
     for row in read_record(sample).nodes:
         if row.temperature is not None and not is_temperature(row.temperature):
-            raise TokenContractError(
-                f"sample {sample.sample_id}: no turn can be scored at temperature {row.temperature}"
-            )
+            raise TokenContractError(f"{name}: no turn can be scored at temperature {row.temperature}")
         start, at = at + row.given, at + row.given + row.sampled
         turns.append(RecordedTurn(start=start, end=at, row=row))
     if turns and at != len(sample.token_ids):
-        raise TokenContractError(
-            f"sample {sample.sample_id}: its recorded turns hold {at} tokens, the sample {len(sample.token_ids)}"
-        )
+        raise TokenContractError(f"{name}: its recorded turns hold {at} tokens, the sample {len(sample.token_ids)}")
     return turns
 
 

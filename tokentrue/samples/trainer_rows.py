@@ -160,16 +160,13 @@ def prime_rl_row(sample: Sample) -> JsonObject:
 
 
 def sampled_temperatures(sample: Sample) -> list[float]:
-    found = [1.0] * len(sample.token_ids)
-    turns = read_turns(sample)
+    found, turns, name = [1.0] * len(sample.token_ids), read_turns(sample), f"sample {sample.sample_id}"
     for turn in turns:
         if turn.row.temperature is None:
-            raise TokenContractError(f"sample {sample.sample_id}: a turn without its temperature, which prime-rl needs")
+            raise TokenContractError(f"{name}: a turn without its temperature, which prime-rl needs")
         found[turn.start : turn.end] = [turn.row.temperature] * (turn.end - turn.start)
     if not turns:
-        raise TokenContractError(
-            f"sample {sample.sample_id}: metadata.tokentrue records no turns, and prime-rl needs their temperatures"
-        )
+        raise TokenContractError(f"{name}: metadata.tokentrue records no turns, and prime-rl needs their temperatures")
     return found
 
 

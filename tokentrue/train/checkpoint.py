@@ -181,15 +181,13 @@ def file_digest(path: Path) -> str:
 
 
 def digests_under(directory: Path, ranks: Ranks) -> dict[str, str]:
-    names = ranks.from_first(
-        sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
-    )
+    files = (path for path in directory.rglob("*") if path.is_file())
+    names = ranks.from_first(sorted(str(path.relative_to(directory)) for path in files))
     return ranks.merge({name: file_digest(directory / name) for name in names[ranks.rank :: ranks.world]})
 
 
 def require_digests(directory: Path, digests: Mapping[str, str], ranks: Ranks) -> None:
-    mine = sorted(digests)[ranks.rank :: ranks.world]
-    found = ranks.merge({name: file_digest(directory / name) for name in mine if (directory / name).is_file()})
+    found = digests_under(directory, ranks)
     for name in sorted(digests):
         if found.get(name) != digests[name]:
             raise not_whole(directory, f"{name} is missing or changed")

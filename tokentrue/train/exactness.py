@@ -20,9 +20,9 @@ PROBED_TOKENS = 24  # that an engine samples for the probe, whose mean |δ| is t
 class Agreement:
     """`largest` |trainer - rollout| among the `differing`, and a description of the `first` of them."""
 
-    compared: int
-    differing: int
-    largest: float
+    compared: int = 0
+    differing: int = 0
+    largest: float = 0.0
     first: str = ""
 
     def merge(self, other: Agreement) -> Agreement:
@@ -35,7 +35,7 @@ class Agreement:
 
 
 def agreement(rows: Sequence[Row], trainer: Sequence[Tensor], *, version: int) -> Agreement:
-    found = Agreement(compared=0, differing=0, largest=0.0)
+    found = Agreement()
     for row, values in zip(rows, trainer, strict=True):
         current = row.sampled & (row.versions == version)
         mine = values.detach().to(device="cpu", dtype=torch.float32)

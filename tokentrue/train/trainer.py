@@ -78,13 +78,9 @@ class Trainer:
             )
         if optim.lr is None:
             optim = replace(optim, lr=default_learning_rate(sum(each.numel() for each in model.parameters())))
-        self.model = model
-        self.config = config
-        self.optim = optim
-        self.loss = loss
-        self.ranks = ranks or Ranks()
+        self.model, self.config, self.optim, self.loss = model, config, optim, loss
+        self.ranks, self.images = ranks or Ranks(), images
         self.reference = None if reference is None else reference.eval()
-        self.images = images
         reader = PixelReader(getattr(model.config, "name_or_path", ""))
         self.scorer: Scorer = scorer or (ExactScorer(reader, tree=config.tree) if config.exact else PlainScorer(reader))
         self.is_tree_proven = False
