@@ -15,15 +15,15 @@ from tokentrue.records import record
 Severity = Literal["fatal", "warning", "note"]
 COLUMNS = ("ids", "mask", "logprobs", "versions", "kept")
 REASONS = ("retried", "not_chosen", "abandoned")
-"""Why an answered turn may be left out: the same was asked again, it is one of several answers to one request, or the
-agent went back before it and continued another answer from there."""
+"""Why an answered turn may be left out: it was asked again, it is one of several answers to one request, or the agent
+went back before it and continued another answer."""
 
 
 @record
 class Row:
     """One training sequence. `logprobs` counts only where `mask` is 1; `versions` and `kept` (the ids that a filter
     left) are per token, None where the gateway records none. `images`: the SHA-256 of each file, its first token and
-    how many tokens it has."""
+    number of tokens."""
 
     ids: Sequence[int]
     mask: Sequence[int]
@@ -44,8 +44,8 @@ class Fault:
 
 
 def merge_calls(calls: Sequence[Row]) -> list[Row]:
-    """Rows of a gateway that records one row per call: a call whose prompt begins with all of an earlier row extends
-    it, exactly. A second branch from the same turn is a row with its own call trained."""
+    """Rows of a gateway that records one per call: a call whose prompt begins with all of an earlier row extends it. A
+    second branch from the same turn is a row with its own call trained."""
     rows: list[Row] = []
     for call in calls:
         start = next((at for at, kept in enumerate(call.mask) if kept), len(call.ids))
@@ -157,8 +157,8 @@ class Oracle:
     def judge_coverage(
         self, rows: Sequence[Row], reasons: Mapping[str, int], *, continued: set[int], excusable: set[int]
     ) -> Iterator[Fault]:
-        """Level 2, by numbers of generations: `continued` are those whose answer the agent sent back later, `excusable`
-        those of which a reason can be true."""
+        """Level 2, by numbers of generations: `continued`: the agent sent the answer back later; `excusable`: a reason
+        can be true of it."""
         trained = self.trained(rows)
         missing = {one.number: sum((one.number, at) not in trained for at in range(one.delivered)) for one in self._log}
         lost = [missing[number] for number in continued if missing[number]]

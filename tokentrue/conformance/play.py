@@ -156,8 +156,8 @@ class Play:
         headers: Mapping[str, str] = {},
         heard: Heard | None = None,
     ) -> Heard:
-        """Sends the request as this agent's habit makes it, and reads to the end of the answer; `heard` is filled
-        meanwhile. A field that is None is left out."""
+        """Sends the request as this agent's habit makes it, and reads the answer; `heard` is filled meanwhile. A field
+        that is None is left out."""
         self._requests.append(messages)
         sent = lose(messages, losses, self.rng)
         if self.dialect == ANTHROPIC and not wire.inline:  # a thinking block needs the signature it was served with
@@ -311,8 +311,8 @@ class Play:
 
 
 def is_shown_as(message: Message, one: Generation) -> bool:
-    """Rule 4.1. Reasoning may be withheld, or shown as <think> text; what is shown of it must be what was sampled. Of
-    an answer that was cut, the parser says what is text."""
+    """Rule 4.1. Reasoning may be withheld, or shown as <think> text; what is shown must be what was sampled. Of an
+    answer that was cut, the parser says what is text."""
     if one.plan.output.expected is None or tuple(one.sampled) != one.plan.output.ids:
         return True
     reasoning, text, calls = one.plan.output.expected

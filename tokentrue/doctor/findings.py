@@ -197,8 +197,8 @@ for _kind, _words in QUANTISED.items():
 CAUSES: Mapping[str, tuple[str, str]] = {
     name: (cause, cure) for rows in _SECTIONS.values() for name, cause, cure in rows
 }
-"""Every fault by its stable name: the cause, the cure. "read": by what reported numbers mean; "compared", "left": with
-the reference's numbers; "repeat": the engine with itself."""
+"""Cause and cure of every fault. "read": by what reported numbers mean; "compared", "left": with the reference's;
+"repeat": the engine with itself."""
 READ, NAMED, LEFT, REPEATS = ([name for name, *_ in _SECTIONS[kind]] for kind in ("read", "compared", "left", "repeat"))
 MEANING = (*READ, "raw_logprobs", "temperature_ignored")
 FOLLOWS: Mapping[str, Sequence[str]] = {

@@ -1,7 +1,7 @@
-"""What an engine may compute instead: a table of (place, transformation, span of tokens, at most one fitted number).
+"""What an engine may compute instead: (place, transformation, span of tokens, at most one fitted number).
 
 A hypothesis is one transformation at all places of a kind; `naming` finds the number, and the places where it happened.
-Causes that no measurement of log-probabilities can separate share a name.
+Causes that no log-probabilities can separate share a name.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def list_hypotheses(
     reference: Reference, *, previous: Any = None, specials: Sequence[int] = (), stops: Sequence[int] = (),
     rewrites: Mapping[str, Rewrite] | None = None, dtype: str,
 ) -> Iterator[Hypothesis]:  # fmt: skip
-    """Every cause that can be simulated for this model. `specials`: ids that an engine may put before a prompt;
-    `rewrites`: what it may make of the ids that it is sent."""
+    """`specials`: ids that an engine may put before a prompt; `rewrites`: what it may make of the ids that it is sent."""
     yield from _outside(specials, stops, rewrites or {})
     yield from _masks(reference.model)
     yield from _other_weights(reference, previous, getattr(torch, dtype))

@@ -1,5 +1,4 @@
-"""Probes of the interface: ids, templates, what log-probabilities mean, and whether they are the same again, in a
-batch, from a cache, by prefill.
+"""Probes of the interface: ids, templates, what log-probabilities mean, and whether they are the same again.
 
 Those of meaning and stability compare the engine with itself, so that they hold whatever weights it has.
 """
@@ -291,8 +290,8 @@ async def probe_stability(exam: Examination) -> list[Finding]:
 async def _compare(
     exam: Examination, known: str, prompt: Sequence[int], others: Sequence[Sequence[int]] = ()
 ) -> Finding:
-    """The same greedy request twice, the second time beside others; where the answers differ, once more: what does not
-    answer the same way twice in one situation is unstable."""
+    """The same greedy request twice, the second time beside others; where the answers differ, once more: what differs
+    in one situation is unstable."""
     sampling = Sampling(temperature=0.0, max_tokens=12)
     first = await exam.provider.generate(prompt, sampling)
     second, *_ = await exam.generate([prompt, *others], sampling)
@@ -310,8 +309,8 @@ def _first_fault(found: Sequence[Finding]) -> Finding:
 
 @probe("stability: same request twice")
 async def _repeat(exam: Examination) -> Finding:
-    """Five requests that were sent before, and all of them again: a fault that comes with every n-th request, or with
-    what the request before left, meets others of them."""
+    """Five requests that were sent before, and all again: a fault of every n-th request, or of what the request before
+    left, meets others of them."""
     sampling = Sampling(temperature=1.0, max_tokens=12, seed=exam.seed)
     prompts = [seen.token_ids[: seen.prompt_tokens] for seen in exam.observations[:5]] or exam.prompts()[:1]
     rounds = [[await exam.provider.generate(prompt, sampling) for prompt in prompts] for _ in range(2)]
@@ -329,8 +328,8 @@ async def _batch(exam: Examination) -> Finding:
 
 @probe("stability: prefix cache cold and warm")
 async def _prefix_cache(exam: Examination) -> Finding:
-    """A prompt that was never sent, then again: now its prefix may come from the cache. Then prompts that go on after
-    answers of this engine: a difference from the reference that no other prompt has is the cache's."""
+    """A prompt that was never sent, then again from the cache. Then prompts that go on after answers of this engine: a
+    difference from the reference that no other prompt has is the cache's."""
     found = await _compare(exam, "prefix_cache", exam.fresh_prompt(160, 0))
     if found.verdict is not Verdict.OK or exam.evidence is None or exam.evidence.departs:
         return found

@@ -1,9 +1,9 @@
 """One way to name a cause: fit every hypothesis on half of the tokens, confirm the best on the other half.
 
-`e` is engine - reference, in units of what correct engines of the expected dtype differ by at that token. A cause is
-named only if its prediction leaves nothing but rounding on tokens that the fit has not seen, with the right size and
-without structure, and if no hypothesis of another name does as well; one that predicts the same numbers is listed
-beside it. Everything else is `unknown`.
+`e` is engine - reference, in units of what correct engines of the expected dtype differ by. A cause is named only if
+its prediction leaves nothing but rounding on the other half, with the right size and without structure, and if no
+hypothesis of another name does as well; one that predicts the same numbers is listed beside it. Everything else is
+`unknown`.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Evidence:
     def predict(
         self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], *, again: bool = False
     ) -> list[Tensor | None]:
-        """Log-probabilities that engines with these causes report; entries of other observations stay as they are.
-        None: this model's shapes do not allow it. `again`: in another order of rounding."""
+        """Log-probabilities that engines with these causes report; entries of other observations stay. None: this
+        model's shapes do not allow it. `again`: in another order of rounding."""
         if len(tried) > self.at_once:
             parts = [tried[start : start + self.at_once] for start in range(0, len(tried), self.at_once)]
             return [one for part in parts for one in self.predict(part, only, again=again)]
@@ -305,8 +305,8 @@ def fit_dtypes(data: Evidence) -> list[Fit]:
 
 
 def reports_differ(data: Evidence) -> str:
-    """The draws are those of the reference, and the reports of another distribution. Under their own reports, a ratio
-    of e^n in favour of any other distribution has a chance of e^-n."""
+    """The draws are the reference's, the reports of another distribution. Under their own reports, a ratio of e^n in
+    favour of any other has a chance of e^-n."""
     mine = data.is_chosen & ~data.is_prompt
     ratio, visible = -float(data.e[mine].sum()), data.row[data.e.abs() > 3 * data.spread]
     if ratio < -math.log(CHANCE) or float(torch.isin(data.row[mine], visible).double().mean()) < 0.8:
@@ -622,10 +622,8 @@ def _edit(seen: Observation, at: int, drop: int, put: tuple[int, ...]) -> Observ
 
 
 def judge_draws(data: Evidence) -> Finding:
-    """Whether the sampled tokens follow the distribution that was reported for them, by the reference's probabilities.
-
-    Filters, temperatures, and both together compete: each is fitted on half of the draws and tried on the others.
-    """
+    """Whether the sampled tokens follow the distribution that was reported for them. Filters, temperatures, and both
+    together compete: each is fitted on half of the draws and tried on the others."""
     places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
     chosen = [data.observations[n].token_ids[at] for n in places for at in data.observations[n].positions]
     logits = torch.cat([data.logits[n] for n in places])

@@ -1,4 +1,4 @@
-"""The reference: the trainer's model on the CPU, what an engine reported, and trials that change one thing of it.
+"""The trainer's model on the CPU, what an engine reported, and trials that change one thing of the model.
 
 Many trials run in one batch, each in rows of its own: of a small model that takes as long as one.
 """
@@ -271,10 +271,8 @@ def load_model(source: str | Path) -> Any:
 
 
 class WideSums(TorchFunctionMode):
-    """Products of a bfloat16 or float16 model add up in float32 and are rounded once, as on a GPU.
-
-    Many processors have no such products of their own, and torch's emulation is a hundred times slower.
-    """
+    """Products of a 16-bit model add up in float32 and are rounded once, as on a GPU. torch's emulation on processors
+    without such products is a hundred times slower."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func not in PRODUCTS:
@@ -417,8 +415,8 @@ def _put(out: Any, rows: list[int], value: Any, count: int) -> None:
 def rounding_cache(
     keys: Rounding | None = None, values: Rounding | None = None, *, prefill: bool = True, recent: int = 0
 ) -> Any:
-    """A cache that rounds keys and values; without `prefill`, the prompt's own attention reads them unrounded.
-    `recent`: so many tokens and more are kept as they are, older ones are rounded page by page of this size."""
+    """Rounds keys and values; without `prefill`, the prompt's own attention reads them unrounded. `recent`: so many
+    tokens and more stay as they are, older ones are rounded page by page of this size."""
     from transformers import DynamicCache
 
     class RoundingCache(DynamicCache):

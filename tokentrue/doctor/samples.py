@@ -1,6 +1,6 @@
 """From samples alone: recorded log-probabilities against the reference, by position, turn and version.
 
-Each token is scored at its turn's temperature and over the ids that its filters kept, as far as that is recorded.
+Each token is scored at its turn's temperature and over the ids that its filters kept, where recorded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LoRA adapters beside the base weights, applied unmerged, in the order of operations that `exact` gives a peft model.
 
-y = linear(x, W) + linear(linear(x, A), B) * scale, summed in the wider of both dtypes and rounded once, and nothing
-else. A field of peft's LoraConfig (0.21) that is neither read nor ignored is refused by name, unless it is empty or has
-the default of the installed peft: it may change the computation.
+y = linear(x, W) + linear(linear(x, A), B) * scale, summed in the wider of both dtypes and rounded once. A field of
+peft's LoraConfig (0.21) that is neither read nor ignored is refused by name, unless it is empty or has the default of
+the installed peft.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads a Hugging Face decoder as a list of layers, for a paged forward pass without the Python of the model classes.
 
 Parameters stay in the model (q, k, v and gate, up become views of one merged tensor each). Modules that are not of the
-plain dense form (a mixture of experts, say) run their own code on exact operators. Reading can fail silently, so the
-loader proves it: the first logits must equal the model's, bit for bit.
+plain dense form run their own code on exact operators. Reading can fail silently, so the loader proves it: the first
+logits must equal the model's, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ def read_product(module: nn.Linear) -> Product:
 
 @record
 class LatentAttention:
-    """q = up(norm(down(x))) (or one product); latent and rotary key = kv_down(x); keys and values = kv_up(norm(latent)).
+    """q = up(norm(down(x))) (or one product); latent and rotary key = kv_down(x); keys and values =
+    kv_up(norm(latent)).
 
     Expanded keys and values are cached, as the trainer expands them: multiplying queries by the expansion instead
-    changes the order of the sums, and the bits. Values are padded to the size of keys."""
+    changes the bits. Values are padded to the size of keys.
+    """
 
     q_down: Product | None
     q_norm: Norm | None

@@ -2,9 +2,9 @@
 parallelism, `numerics.leaves`).
 
 The driver sends every step to all processes, which run it together and answer one by one. Hidden states, logits and
-sums travel by torch.distributed (nccl if every process has a GPU, else gloo through host memory); everything else comes
-over the pipe from the driver, as calls of the process's methods, in order. The driver waits on pipes and processes: if
-one dies, it raises at once and ends the others.
+sums travel by torch.distributed (nccl if every process has a GPU, else gloo through host memory); all else comes over
+the pipe from the driver, as calls of the process's methods, in order. If a process dies, the driver raises at once and
+ends the others.
 """
 
 from __future__ import annotations
@@ -469,8 +469,8 @@ class Stage:
 
 
 class Rank(Stage):
-    """A part of every layer: of the heads (and their pages), of the MLP's values, of the experts and of the vocabulary; the
-    rest is whole everywhere. All gather where `numerics.leaves` joins their parts."""
+    """A part of every layer: of the heads (and their pages), of the MLP's values, of the experts and of the vocabulary.
+    All gather where `numerics.leaves` joins their parts."""
 
     name, part = "tensor parallelism", "rank"
 

@@ -1,7 +1,7 @@
 """Logits to tokens: Gumbel-max with counter-based noise, so that a request's tokens do not depend on the batch.
 
-The noise of a token is a hash of (seed, position, token id), in float64: token = argmax(scaled logits + noise), which
-samples from the softmax. Temperature 0 takes the argmax, and reports log-probabilities at temperature 1.
+token = argmax(scaled logits + noise), the noise a float64 hash of (seed, position, token id). Temperature 0 takes the
+argmax, and reports log-probabilities at temperature 1.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class GatewayRollouts:
 
 
 def open_images(sample: Sample, files: Mapping[str, bytes], processor: Any) -> list[Any]:
-    """`PIL.Image`s for a trainer that computes pixels with its own `processor`, whose settings must be the recorded
-    ones: with others, counts and grids would not fit the ids. Backend and versions are the trainer's own."""
+    """`PIL.Image`s for a trainer with its own `processor`, whose settings must be the recorded ones: with others,
+    counts and grids would not fit the ids. Backend and versions are the trainer's."""
     own = getattr(processor, "image_processor", None)
     for run in sample.images:
         found = "none" if own is None else processor_identity(own)

@@ -86,10 +86,7 @@ def as_task(task: Any) -> Task:
 
 def record_rewards(run: str | Path, *, url: str, admin_key: str | None = None) -> dict[str, float]:
     """Gives the sessions of a `vf-eval` run (`output_dir/run.dir`) their rewards and ends them; returns them by session
-    id.
-
-    A session's group is its task. Traces that did not complete get no reward.
-    """
+    id. A session's group is its task. Traces that did not complete get no reward."""
     rewards: dict[str, float] = {}
     with Client(url, admin_key) as client:
         for _, line in read_numbered_lines(Path(run) / "traces.jsonl"):

@@ -2,8 +2,8 @@
 of a correction see it.
 
 A row's sum is taken in an order that depends on the row alone: its bits do not depend on other rows, padding or layout.
-r is always trainer ÷ rollout probability: `corr` is e^(old - rollout), the mismatch itself; `ppo_train` is
-e^(current - old) and `ppo_rollout` e^(current - rollout), which contain the policy's own drift.
+r is always trainer ÷ rollout probability: `corr` is e^(old - rollout), the mismatch itself; `ppo_train` is e^(current -
+old) and `ppo_rollout` e^(current - rollout), which contain the policy's drift.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The estimators, and metrics that merge: what data-parallel ranks and micro-batches combine.
+"""The estimators, and metrics that merge over ranks and micro-batches.
 
-Estimators take log r with r = trainer ÷ rollout (or the PPO ratio that is named) and estimate KL(rollout ‖ trainer) from
-tokens sampled by the rollout policy. Every key is present on every rank; where nothing was counted, means and extremes
-read 0."""
+Estimators take log r with r = trainer ÷ rollout (or the PPO ratio that is named) and estimate KL(rollout ‖ trainer)
+from tokens sampled by the rollout policy. Every key is present on every rank; where nothing was counted, means and
+extremes read 0.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The rules of a correction: each has its settings, validated on construction, what it `needs`, its text, and what it
-does to a batch. docs/new-correction.md says how to add one. A value that equals a bound is inside it.
+"""The rules of a correction: settings, validated on construction, what each `needs`, its text, and what it does to a
+batch. How to add one: docs/new-correction.md. A value that equals a bound is inside it.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class BoundedRule(Rule):
 @record
 class Normalise(Checked):
     """Divides the weights by their mean over this call of `correct`: of "kept" tokens, of all "valid" ones with masked
-    weights as 0, or of all with "raw" masked weights. `empty_rows` counts rows without tokens as weight 0 (Miles
-    does)."""
+    weights as 0, or of all with "raw" masked weights. `empty_rows` counts rows without tokens as weight 0 (as Miles).
+    """
 
     level: Literal["token", "sequence"] = "token"
     over: Literal["kept", "valid", "raw"] = "kept"
@@ -122,8 +122,8 @@ class Normalise(Checked):
 
 @record
 class Weights(BoundedRule):
-    """Importance weights, always detached: per token, the row's product ("sequence") or its geometric mean. "mask"
-    (IcePop) sets a weight outside the bounds to 0 and leaves the mask alone."""
+    """Importance weights, detached: per token, the row's product ("sequence") or its geometric mean. "mask" (IcePop)
+    sets a weight outside the bounds to 0 and leaves the mask alone."""
 
     level: Level = "token"
     mode: Mode = "truncate"
@@ -277,8 +277,8 @@ class OffPolicyMask(Rule):
 
 @record
 class SecondMoment(Rule):
-    """M2PO (arXiv 2510.01161). "harmful" looks only where PPO's clip would act, as the paper's Algorithm 1; "all" at
-    every valid token, as AReaL. All tokens of one call are sorted together: give it the whole mini-batch."""
+    """M2PO (arXiv 2510.01161). "harmful" looks only where PPO's clip would act, as the paper; "all" at every valid
+    token, as AReaL. All tokens of one call are sorted together: give it the whole mini-batch."""
 
     threshold: NotNegative = 0.04
     signal: Signal = "ppo_rollout"

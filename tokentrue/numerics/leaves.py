@@ -1,10 +1,10 @@
 """Bits that do not depend on how many ranks share a layer (tensor and expert parallelism).
 
-Row-parallel products (`o_proj`, `down_proj`) cut K into a fixed number of leaves. Each leaf is one float32 product; one
-binary tree joins neighbours in float32, and the total is rounded once. A rank has a whole subtree, and the tree goes on
-over the ranks' totals: gathered, because the order of a reduction depends on their number. Columns, heads and experts
-are in no sum with others; the rows of experts are gathered and added in slot order. Leaves change the bits, so both sides
-need the same number, which the fingerprint names.
+Row-parallel products (`o_proj`, `down_proj`) cut K into a fixed number of leaves, each one float32 product; one binary
+tree joins neighbours in float32, and the total is rounded once. A rank has a whole subtree, and the tree goes on over
+the ranks' totals: gathered, because the order of a reduction depends on their number. Columns, heads and experts are in
+no sum with others; the rows of experts are gathered and added in slot order. Leaves change the bits: both sides need
+the same number, which the fingerprint names.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The exact form of each kind of Hugging Face module, and the closed list of torch functions for the code between them.
 
-Glue code (residual sums, gates, routers) calls torch directly. Under `exact` each such call goes through
-`ExactFunctions`: products, and elementwise functions whose bits depend on an element's position in memory, are computed
-by the exact operators; listed functions pass, because they move or select values or `CpuOps.self_test` checks them; any
-other is refused by name. Parameters are read from a module at call time: FSDP2 gathers them just before.
+Under `exact` each torch call of glue code goes through `ExactFunctions`: products, and elementwise functions whose bits
+depend on an element's position in memory, are computed by the exact operators; listed functions pass, because they move
+or select values or `CpuOps.self_test` checks them; any other is refused by name. Parameters are read at call time:
+FSDP2 gathers them just before.
 """
 
 from __future__ import annotations

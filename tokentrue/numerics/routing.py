@@ -1,5 +1,5 @@
-"""Routing replay for mixture-of-experts models of transformers: records which experts each token took, and makes a
-later pass take them.
+"""Routing replay for mixture-of-experts models: records which experts each token took, and makes a later pass take
+them.
 
 The experts' weights come from the current router, with gradient; where the rollout's weights are given too, they are
 the values, and the gradient is still the router's.

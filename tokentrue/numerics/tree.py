@@ -92,8 +92,8 @@ def score_tree(
     model: nn.Module, tree: TokenTree, ids: Tensor, temperatures: Tensor, kept: KeptRows | None = None, *, entropy: bool = False,
     images: SeenImages | None = None, more_ids: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """For each row float32 [T, 2 + K]: the scores of `scores_of`; 0 for the first token. What is given is that of the
-    rows end to end, on the host; images only if nothing is shared. Differentiable."""
+    """For each row float32 [T, 2 + K]: the scores of `scores_of`; 0 for the first token. Arguments are of the rows end
+    to end, on the host; images only if nothing is shared. Differentiable."""
     device = next(model.parameters()).device
     places, of_place = distinct_scores(tree, temperatures, kept, apart=more_ids is not None)
     parents = tree.nodes[places - 1]

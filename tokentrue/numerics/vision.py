@@ -1,7 +1,6 @@
 """The vision tower of Qwen3-VL under `exact`, and what images add to a sequence of ids.
 
-Each image is encoded by itself, on both sides: all shapes, and so the order of every sum, depend on it alone. Which
-images share a batch, or are encoded twice, changes no bit.
+Each image is encoded by itself: all shapes, and so the order of every sum, depend on it alone.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ def rope_positions(runs: Sequence[ImageRun], length: int, merge: int) -> Tensor:
 
 
 def encode_image(tower: Any, pixels: Tensor, grid: Grid) -> list[Tensor]:
-    """Features [tokens, hidden] that replace the embeddings of an image's placeholders, then those added after the
-    first, second, … decoder layer. Inside `exact`."""
+    """Features [tokens, hidden] that replace the embeddings of an image's placeholders, then those added after each of
+    the first decoder layers. Inside `exact`."""
     device = next(tower.parameters()).device
     found = tower(pixels.to(device, tower.dtype), grid_thw=torch.tensor([grid], device=device))
     return [found.pooler_output, *found.deepstack_features]

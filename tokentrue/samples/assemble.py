@@ -1,7 +1,8 @@
 """Builds training samples from a record: one contiguous sample per surviving leaf, in time linear in its tokens.
 
-Checked during assembly: every node's certificate link holds, and each sampled token is trainable in exactly one sample or
-listed in the coverage with its reason."""
+Checked: every node's certificate link holds, and each sampled token is trainable in exactly one sample or listed in the
+coverage with its reason.
+"""
 
 from __future__ import annotations
 

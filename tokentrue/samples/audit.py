@@ -1,7 +1,8 @@
 """Audits exported samples from the file alone: certificates, masks, log-probabilities, prefix identity, coverage.
 
-A passing file is undamaged; this does not prove that nobody rewrote it entirely: for that, compare `certificate.chain`
-with the one that the gateway reported."""
+A passing file is undamaged; that nobody rewrote it entirely shows only `certificate.chain` beside the one that the
+gateway reported.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What a sample holds in `metadata.tokentrue`: a row for each turn on its path, and a seal, with which a third party
 verifies it.
 
-The certificate's chain binds ids, log-probabilities and versions; the seal binds mask, spans, reward, names, coverage,
-rows, routing, sampling mask, top log-probabilities and images. Samples of other programs record no turns, or only
-`given` and `sampled` of each.
+The certificate's chain binds ids, log-probabilities and versions; the seal the rest. Samples of other programs record
+no turns, or only `given` and `sampled` of each.
 """
 
 from __future__ import annotations
@@ -101,8 +100,8 @@ _SHAPING = (
 
 
 class NodeRow(msgspec.Struct, kw_only=True):
-    """A turn, the certificate's link after it, and which prompt the engine was sent (older files do not say). `copies`
-    are ranges of its given tokens (start, end, node) that repeat what another node sampled."""
+    """A turn, the certificate's link after it, and which prompt the engine was sent (older files do not say). `copies`:
+    ranges of its given tokens (start, end, node) that another node sampled."""
 
     node: str
     given: Count

@@ -28,7 +28,7 @@ def refuse_images(sample: Sample, trainer: str) -> None:
 
 def split(sample: Sample) -> tuple[list[int], list[int], list[int], list[float]]:
     """The prompt's ids, up to the first sampled token; ids, mask and log-probabilities of the response (0.0 where
-    nothing was sampled, as trainers expect)."""
+    nothing was sampled)."""
     at = next((span.start for span in sample.spans if span.kind == "sampled"), None)
     if at is None:
         raise TokenContractError(f"sample {sample.sample_id} has no sampled token")
@@ -175,8 +175,8 @@ def prime_rl_columns(row: JsonMapping) -> Columns:
 
 
 def tinker_row(sample: Sample) -> JsonObject:
-    """A `Datum`: position i of the input predicts token i + 1, so every column is shifted by one. Add
-    `loss_fn_inputs["advantages"]`, zero where `mask` is."""
+    """A `Datum`: position i of the input predicts token i + 1. Add `loss_fn_inputs["advantages"]`, zero where `mask`
+    is."""
     refuse_images(sample, "tinker")
     ids = list(sample.token_ids)
 

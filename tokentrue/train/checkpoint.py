@@ -52,8 +52,8 @@ MODEL_FILES = (
 
 @record
 class Store:
-    """Where a run keeps its checkpoints, and what it is a run of. `samples_digest` names the content of the file that
-    it trains from; `on_kept` gets the version of a checkpoint when it is whole."""
+    """Where a run keeps its checkpoints, and what it is a run of. `samples_digest`: of the file that it trains from;
+    `on_kept` gets the version of a whole checkpoint."""
 
     directory: Path
     run_hash: str

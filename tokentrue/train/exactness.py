@@ -1,5 +1,6 @@
-"""Tokens sampled by these very weights must have these very bits; older ones differ because the policy moved. Engines
-with their own arithmetic are held to a bound on each row's mean |δ| instead (`require_near`)."""
+"""Tokens sampled by these very weights must have these very bits. Engines with their own arithmetic are held to a bound
+on each row's mean |δ| instead (`require_near`).
+"""
 
 from __future__ import annotations
 

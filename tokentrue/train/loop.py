@@ -1,7 +1,8 @@
 """Roll out, train, publish, with a fixed lag between the policy that samples and the policy that learns.
 
-Round j is sampled by the weights of version max(0, j - lag), all of it: weights are published only when every round
-that an older version must sample has ended. So a run repeats bit for bit whatever the timing."""
+Round j is sampled by the weights of version max(0, j - lag), all of it: weights are published only when every round of
+an older version has ended. So a run repeats bit for bit whatever the timing.
+"""
 
 from __future__ import annotations
 

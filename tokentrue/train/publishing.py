@@ -1,7 +1,8 @@
 """Weights from the trainer to the engines, gathered one tensor at a time, and whether they have them.
 
-`Probe`: after every publication each engine samples a few tokens, and the trainer scores them. The prompt is longer than
-a block of an engine's prefix cache: stale weights and a stale cache both show."""
+`Probe`: after every publication each engine samples a few tokens, and the trainer scores them. The prompt is longer
+than a block of a prefix cache: stale weights and a stale cache both show.
+"""
 
 from __future__ import annotations
 

@@ -115,10 +115,8 @@ def leave() -> None:
 
 
 def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """FSDP2: each decoder layer is a unit, and the rest, a vision tower included, is one.
-
-    Parameters are gathered whole before use, so that the operators see the numbers of one process. Gradients of a rank
-    whose rows show no image are 0 in the tower."""
+    """FSDP2: each decoder layer is a unit, and the rest is one. Parameters are gathered whole before use, so that the
+    operators see the numbers of one process. Gradients of a rank whose rows show no image are 0 in the tower."""
     if ranks.world == 1:
         return model
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,5 +1,6 @@
-"""What one step did, in numbers, and where they are written: JSON lines, and TensorBoard, Weights & Biases or Trackio.
-A number that is not finite is null. What is on file is replaced only by a file that is whole."""
+"""What one step did, in numbers, and where they are written. A number that is not finite is null. What is on file is
+replaced only by a file that is whole.
+"""
 
 from __future__ import annotations
 

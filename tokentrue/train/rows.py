@@ -1,7 +1,8 @@
 """Samples to training rows, rewards to advantages, and rows to the forward passes of a step.
 
 Every row of a session carries the session's advantage and is in the same minibatch. Every row of a minibatch belongs to
-exactly one rank, and all ranks make the same number of forward passes."""
+one rank, and all ranks make the same number of forward passes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Log-probabilities of whole rows under a model, through the exact operators or the model's own forward, replaying the
-rollout's kept ids and experts. Entry i of a row is log p(token i | tokens before i), and entry 0 is 0."""
+"""Log-probabilities of whole rows, replaying the rollout's kept ids and experts. Entry i of a row is log p(token i |
+tokens before i), and entry 0 is 0.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """One training step: recompute → check exactness → measure → update.
 
-Micro-batching and sharding do not change the loss, and gradients only by rounding: what a loss needs to know of the
-whole minibatch is known on every rank before a backward pass."""
+Micro-batching and sharding do not change the loss, and gradients only by rounding: what a loss needs of the whole
+minibatch is known on every rank before a backward pass.
+"""
 
 from __future__ import annotations
 

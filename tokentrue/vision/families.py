@@ -1,8 +1,7 @@
 """Vision families: how a model's image processor turns an image of some size into placeholder tokens.
 
-Read from the model's directory, without torch and without pixels: a count follows from width, height and the settings.
-The formulas are those of transformers' classes, and tests/renderers/test_vision.py compares them. A family that is not
-in `FAMILIES` is refused by name.
+Read from the model's directory, without torch and without pixels, by the formulas of transformers' classes, which
+tests/renderers/test_vision.py compares. A family that is not in `FAMILIES` is refused by name.
 """
 
 from __future__ import annotations

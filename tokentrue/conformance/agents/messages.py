@@ -1,5 +1,6 @@
-"""A conversation without a dialect: what agents send, what they are served, and what harnesses lose of it on its way
-back. A gateway that matches by what it served sees through all of these losses."""
+"""A conversation without a dialect, and what harnesses lose of it on its way back. A gateway that matches by what it
+served sees through all of these losses.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class Call:
 
 @record
 class Message:
-    """`answers` is the call id of a tool result. Only what was `served` by the gateway may come back with losses.
-    `images` are PNG files, which follow the text."""
+    """`answers`: the call id of a tool result. Only what was `served` may come back with losses. `images`: PNG files,
+    which follow the text."""
 
     role: str
     text: str = ""

@@ -1,7 +1,6 @@
-"""An engine stand-in that logs what it was given and what it answered, whole and streamed.
+"""An engine stand-in that logs what it was given and what it answered.
 
-Every log-probability is a different number, so that one sampled token can be told from all others wherever it turns up
-later.
+Every log-probability is a different number, so that a sampled token can be told from all others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What the model samples (reasoning, text and calls, in ids that the tokenizer would not have chosen), how the engine
-is to answer, and what it was asked and answered."""
+"""What the model samples (in ids that the tokenizer would not have chosen), how the engine is to answer, and what it
+was asked and answered.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ class EngineRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """One request to the engine, and what it answered. `prompt` has all placeholders of images. `delivered` counts the
-    tokens of whole events that were written to the socket."""
+    """One request and its answer. `prompt` has all placeholders of images. `delivered` counts the tokens of whole
+    events that were written to the socket."""
 
     number: int
     session: str

@@ -1,7 +1,7 @@
-"""Token ids and text by the `tokenizers` and `transformers` libraries alone, and ways to sample the same text with
-other ids than the tokenizer would choose. Pictures of one colour, and a model directory whose prompts may have images:
-the shipped tokenizer with Qwen's vision tokens and image processor. An image of W by H pixels, multiples of 28, has
-W·H/784 tokens."""
+"""Ids and text by the `tokenizers` and `transformers` libraries alone, and the same text in other ids than the
+tokenizer would choose. Pictures of one colour, and a model directory for them: the shipped tokenizer with Qwen's vision
+tokens and image processor. An image of W by H pixels, multiples of 28, has W·H/784 tokens.
+"""
 
 from __future__ import annotations
 

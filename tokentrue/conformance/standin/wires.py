@@ -1,5 +1,6 @@
 """How gateways ask engines: SGLang's `/generate`, and vLLM's `/v1/chat/completions` with `return_token_ids`,
-`/v1/completions` and `/inference/v1/generate`. Each wire reads a request and writes answers and events."""
+`/v1/completions` and `/inference/v1/generate`.
+"""
 
 from __future__ import annotations
 
@@ -155,9 +156,8 @@ class VLLMCompletions(EngineWire):
 
 
 class VLLMChat(EngineWire):
-    """The engine renders the messages with the model's chat template and parses what it sampled, as vLLM does with
-    `--reasoning-parser` and `--tool-call-parser hermes`. Ids are sent if the request says `return_token_ids`; SGLang's
-    chat route also takes `input_ids` instead of rendering, and answers `return_meta_info`."""
+    """Renders the messages with the chat template and parses what it sampled, as vLLM does with `--reasoning-parser`
+    and `--tool-call-parser hermes`. SGLang's chat route also takes `input_ids`, and answers `return_meta_info`."""
 
     def read(self, body: Json) -> EngineRequest:
         messages = [chat_message(message) for message in body["messages"]]

@@ -2,7 +2,7 @@
 
 float32 products have three forms with the same bits: oneDNN's linear kernel (rows are independent from two rows up);
 for small K, with far less call overhead, the ordinary product of at least PLAIN_ROWS rows, and the product with the
-transposed weight. Fixed row tiles serve 16-bit types, one column, and every case where the others fail.
+transposed weight. Fixed row tiles serve all other cases.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Causal attention on the CPU with one reduction order for training, prefill and decode.
 
-A query's result is a fold over key blocks of 128, in order: scores by one product over the head size, the maximum over
-all visible keys, exp, then per block the product with the values and the sum, a sink last. Masked and padded keys have
-weight exactly 0, so padding changes nothing. A product gives a row the same bits from a minimum number of rows on,
-which the self-test finds. float32 throughout.
+A query's result is a float32 fold over key blocks of 128, in order: scores by one product over the head size, the
+maximum over all visible keys, exp, then per block the product with the values and the sum, a sink last. Masked and
+padded keys have weight exactly 0. A product gives a row the same bits from a minimum number of rows on, which the
+self-test finds.
 
 Legend: X batch of (key head, sequence), M query rows (position-major, then heads of the group), N keys (a multiple of
 128), D head size.
@@ -204,8 +204,8 @@ def token_major(x_XTGD: Tensor, shape: torch.Size) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
     """q [T,H,D], k/v [T,J,D], sequences back to back; those of equal padded length share a product if causal.
 
-    The keys of a tree's segment are gathered along its row, and its queries begin with the block that holds its first
-    token: the products are those of the row by itself.
+    The keys of a tree's segment are gathered along its row, and its queries begin with the block of its first token:
+    the products are those of the row by itself.
     """
     lengths, tree = packed.lengths, packed.branches
     if not spec.causal:

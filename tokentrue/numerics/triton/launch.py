@@ -1,9 +1,8 @@
 """Shared by all kernel launches.
 
 The compiler picks a layout, and with it the order of a sum, from the alignment of its pointers: rows are always
-contiguous and start at 16-byte boundaries. It may contract `a * b + c`: that is off, and a kernel that wants a fused
-multiply-add calls `tl.fma`. Numbers that change from step to step are not specialised on: nothing is compiled while
-requests wait.
+contiguous and start at 16-byte boundaries. It may contract `a * b + c`: that is off, and a kernel that wants it calls
+`tl.fma`. Numbers that change from step to step are not specialised on: nothing is compiled while requests wait.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """y = x @ w.T + b with bits that do not depend on the number of rows.
 
 Every output element is one float32 sum over k in ascending order: no split of K. The number of rows selects kernel and
-tile for speed alone; the self-test checks on this machine that all agree. From Hopper on most products use tensor
-descriptors, which copy whole tiles in bulk. Backward products are cuBLAS's (deterministic). Gated products round where
-the plain modules round.
+tile for speed alone; the self-test checks that all agree. From Hopper on most products use tensor descriptors, which
+copy whole tiles in bulk. Backward products are cuBLAS's (deterministic). Gated products round where the plain modules
+round.
 
 Legend: M rows, N outputs, K inputs.
 """

@@ -1,8 +1,8 @@
 """Exact operators of a CUDA device (Ampere and newer), in Triton.
 
-Tiles are free to vary while they agree on this machine: `self_test` compares them for the model's shapes. A product
-that changes with the number of rows is pinned to one tile; a decode that differs from prefill is not split; a fused
-launch that differs from its parts is replaced by them.
+Tiles are free to vary while `self_test` finds that they agree for the model's shapes. A product that changes with the
+number of rows is pinned to one tile; a decode that differs from prefill is not split; a fused launch that differs from
+its parts is replaced by them.
 """
 
 from __future__ import annotations
