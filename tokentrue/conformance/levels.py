@@ -34,7 +34,7 @@ def habit(
     how: Callable[[int], Mapping[str, Any]] = lambda number: {},
     **judge: bool,
 ) -> Case:
-    """A tool loop: before each turn, `change` makes the conversation that is sent; `how` says how it is asked."""
+    """A tool loop: before each turn, `change` makes the conversation that is sent; `how` says how."""
 
     async def run(play: Play) -> None:
         messages = play.opening()
@@ -155,7 +155,6 @@ async def first_token(play: Play) -> None:
 
 
 async def _wait_for_text(heard: Heard, wait_s: float) -> bool:
-    """Whether some of the answer arrives within this time."""
     end = time.monotonic() + wait_s
     while time.monotonic() < end:
         if is_shown(heard.events):
@@ -196,7 +195,7 @@ async def engine_refuses(play: Play) -> None:
 
 
 async def _hear_failure(play: Play, messages: Sequence[Message], **how: Any) -> Heard | None:
-    """None where the connection was closed, which is a failure that an agent sees."""
+    """None where the connection was closed, which an agent sees."""
     try:
         return await asyncio.wait_for(play.post(messages, **how), 10 * WAIT_S)
     except TimeoutError:
@@ -232,7 +231,7 @@ async def disconnect(play: Play) -> None:
 
 
 async def duplicate(play: Play) -> None:
-    """A retry of an SDK: the same body under the same key gets the same answer, or another one that is recorded too."""
+    """A retry of an SDK: the same body under the same key gets the same answer, or another that is recorded too."""
     messages = await play.turn(play.opening())
     headers = {"idempotency-key": f"conformance-{play.rng.getrandbits(64):x}"}
     first = await play.ask(messages, headers=headers)
@@ -266,7 +265,7 @@ async def out_of_order(play: Play) -> None:
 
 
 async def kill(play: Play) -> None:
-    """The process is killed between two turns and started again: the answered turns are still there."""
+    """Between two turns: after a new start the answered turns are still there."""
     if play.bench.process is None:
         raise Stop
     messages = await play.turn(play.opening())
@@ -338,7 +337,7 @@ async def audit(play: Play) -> None:
 
 
 def tamper(text: str, row: Row, column: str) -> str:
-    """The file with one trained token's id or log-probability changed, wherever it holds that row."""
+    """With one trained token's id or log-probability changed, wherever the file holds that row."""
     at = list(row.mask).index(1)
 
     def change(value: Any) -> Any:
@@ -436,6 +435,6 @@ CASES: Mapping[int, Mapping[str, Case]] = {
     },
 }
 ONE_DIALECT = {"kill", "audit", "several"}
-"""Cases that do not depend on the dialect, or that only chat has: they are run in the first one."""
+"""Cases that do not depend on the dialect, or that only chat has."""
 FEWEST_ROWS = {"retry": 2, "fork": 2, "compaction": 2, "sub_agents": 2, "tools_a_b": 2, "clock": 1 << 30}
 """Rows that are enough for a habit, where it is not 1."""

@@ -1,4 +1,4 @@
-"""The judge: rows to train on against the engine's log. It knows ids, log-probabilities and nothing of a gateway."""
+"""The judge: rows to train on against the engine's log, without knowledge of a gateway."""
 
 from __future__ import annotations
 
@@ -82,8 +82,7 @@ Place = tuple[Generation, int]
 
 
 class Oracle:
-    """`log`: what the engine answered in this session, in order. A trained token without a log-probability is found by
-    the ids before it."""
+    """`log`: what the engine answered in this session, in order."""
 
     def __init__(self, log: Sequence[Generation]) -> None:
         self._log = log
@@ -98,7 +97,7 @@ class Oracle:
             yield Fault(rule="2.1", detail=f"sampled tokens that are trained more than once: {twice}", tokens=twice)
 
     def places(self, row: Row) -> Iterator[tuple[int, Place]]:
-        """The trained positions of a row, each with the generation and the position in it."""
+        """Trained positions, each with the generation and the position in it."""
         before: Place | None = None
         for at, (mask, value) in enumerate(zip(row.mask, row.logprobs, strict=False)):
             # A token with another log-probability breaks rule 1.2. It is trained all the same.

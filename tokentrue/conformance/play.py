@@ -1,4 +1,4 @@
-"""One case: a session of the target, an agent that talks to it, and what the oracle says at the end."""
+"""One case: a session of the target, an agent that talks to it, and what the oracle says."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Bench:
 
 @record
 class Score:
-    """What a case trains on: tokens of answers that the agent got, those trained, rows, and tokens to forward."""
+    """Tokens of answers that the agent got, those trained, rows, and tokens to forward."""
 
     sampled: int
     trained: int
@@ -125,12 +125,12 @@ class Play:
         return [Message(role="system", text=self.text()), Message(role="user", text=self.text())]
 
     def picture(self, *size: int) -> bytes:
-        """Of another colour than those before; `size` is its width and height in tokens."""
+        """Of a new colour; `size`: width and height in tokens."""
         self.pictures += 1
         return draw_picture(tuple(self.pictures * factor % 256 for factor in (37, 71, 113)), *size)
 
     def output(self, *, calls: int = 1, reasoning: bool = True) -> Output:
-        """Canonical, as a model mostly samples; one output of four is in ids that the tokenizer would not choose."""
+        """One output of four is in ids that the tokenizer would not choose."""
         self._outputs += 1
         arguments = {"depth": self._serial, "at": self.writer.words(3)}
         made = [("look", json.dumps(arguments, ensure_ascii=False)) for _ in range(calls)]
@@ -184,7 +184,7 @@ class Play:
         return plan
 
     async def ask(self, messages: Sequence[Message], *, output: Output | None = None, **how: Any) -> Message:
-        """A request to an engine that behaves: it must be answered, with what the engine sampled."""
+        """Must be answered, with what the engine sampled."""
         self.bench.engine.plans[""].clear()
         plan, start = self.plan(output), len(self.log)
         try:
@@ -202,7 +202,7 @@ class Play:
     def serve(
         self, messages: Sequence[Message], heard: Heard, plans: Sequence[Plan], start: int, *, streamed: bool = False
     ) -> list[Message]:
-        """The answers to a request, one per plan, after the rules about what an agent is shown."""
+        """One answer per plan, after the rules about what an agent is shown."""
         if heard.status != 200:
             raise self.stop("0.1", f"a good request got {heard.status}: {brief_json(heard.whole)}")
         if streamed and heard.whole is not None:
@@ -253,7 +253,7 @@ class Play:
 
     # The record.
     async def rows(self) -> Sequence[Row]:
-        """The rows, once all that was served is in them or the gateway had time to write it."""
+        """Once all that was served is in them, or the gateway had time to write it."""
         served = [turn.generation for turn in self.served]
         oracle, loop = Oracle(self.log), asyncio.get_running_loop()
         end = loop.time() + self.target.settle_s

@@ -1,4 +1,4 @@
-"""What every probe is given: the engine, the reference, the prompts, and the spread that counts as rounding."""
+"""What every probe is given."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class EngineRoutes:
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """Mutable: the first probes add what they observe, which later ones use."""
+    """The first probes add what they observe, which later ones use."""
 
     provider: Provider
     routes: EngineRoutes
@@ -113,7 +113,7 @@ class Examination:
         return [one for one in dict.fromkeys(found) if one]
 
     def rewrites(self) -> dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]]:
-        """What an engine that works on text may make of the ids that it is sent."""
+        """What an engine that works on text may make of ids."""
         decode, encode = self.renderer.decode, self.renderer.encode_sampled
         markers = {one for one in self.special_ids() if MARKER.fullmatch(decode([one]))}
 
@@ -136,7 +136,7 @@ class Examination:
         }
 
     def unusual_prompts(self) -> list[tuple[int, ...]]:
-        """Ids that encoding the same text would not give, and a conversation that no engine has answered in part."""
+        """Ids that encoding would not give, and a conversation that no engine has answered in part."""
         first, second, *_, last = self.prompts()
         encode, decode = self.renderer.encode_sampled, self.renderer.decode
 
@@ -154,18 +154,18 @@ class Examination:
         return [self.render(text) for text in QUESTIONS]
 
     def open_prompts(self) -> list[tuple[int, ...]]:
-        """Prompts after which several tokens are likely; where none is known, the plain ones."""
+        """After which several tokens are likely, where such are known."""
         return self.uncertain or self.prompts()
 
     def long_prompt(self, tokens: int = 400) -> tuple[int, ...]:
-        """About `tokens` ids that no probe has sent before, well inside the context."""
+        """About `tokens` ids that no probe has sent, well inside the context."""
         tokens = min(tokens, self.reference.max_positions // 2)
         words = STORY.split() * (1 + tokens // len(STORY.split()))
         too_many = bisect_right(range(len(words)), tokens, key=lambda count: len(self.render(" ".join(words[:count]))))
         return self.render(" ".join(words[: max(1, too_many - 1)]))
 
     def fresh_prompt(self, tokens: int, seed: int) -> list[int]:
-        """Ids that no cache knows; without the end of the message, after which a model may have little to say."""
+        """Ids that no cache knows; without the end of the message, after which a model may say little."""
         start, *middle = self.long_prompt(tokens)[:-8]
         random.Random(self.seed + seed).shuffle(middle)
         return [start, *middle]
@@ -182,7 +182,7 @@ class Examination:
 
 
 def probe(name: str) -> Callable[[Callable[P, Awaitable[Finding]]], Callable[P, Awaitable[Finding]]]:
-    """A probe of this name. Where the engine refuses what it asks, the probe cannot tell."""
+    """Where the engine refuses what a probe asks, it cannot tell."""
 
     def wrap(ask: Callable[P, Awaitable[Finding]]) -> Callable[P, Awaitable[Finding]]:
         @functools.wraps(ask)

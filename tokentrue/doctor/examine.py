@@ -1,4 +1,4 @@
-"""`examine`: the series of probes, from what would explain everything to what would explain little."""
+"""`examine`: the probes, from what would explain everything to what would explain little."""
 
 from __future__ import annotations
 

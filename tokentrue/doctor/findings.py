@@ -1,4 +1,4 @@
-"""What the probes found, as data: a verdict, a figure, the likely cause, the cure, and how sure the probe is."""
+"""What the probes found, as data: verdict, figure, likely cause, cure, and how sure the probe is."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class DoctorReport:
 
 
 def settle(findings: Sequence[Finding]) -> list[Finding]:
-    """Turns the consequences of another fault into "cannot tell": one fault shows in several probes."""
+    """One fault shows in several probes: its consequences become "cannot tell"."""
     settled: list[Finding] = []
     for one in findings:
         earlier = next((other.fault for other in findings if one.fault in FOLLOWS.get(other.fault, ())), None)

@@ -87,7 +87,7 @@ def _in_blocks(value: Tensor, rows: int, columns: int, codec: Codec) -> Tensor:
 
 
 def _scoped(name: str, codec: Codec, *scopes: str | int, scales: str = "") -> dict[str, Rounding]:
-    """`scopes`: names of `SCOPES`, sizes of groups in a row, "block" and "64block"; "" is no scale at all."""
+    """`scopes`: names of `SCOPES`, sizes of groups in a row, "block" and "64block"; "" is no scale."""
     found: dict[str, Rounding] = {}
     codec = partial(codec, scales=scales) if scales else codec
     for scope in scopes:

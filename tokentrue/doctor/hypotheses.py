@@ -156,7 +156,6 @@ def _group(units: Units) -> Mapping[str, Units]:
 def _on(
     what: str, fault: str, label: str, change: Any, grid: Sequence[float] = (0.0,), fit: str = "", **how: Any
 ) -> Hypothesis:
-    """A change of the trial's `inputs`, `positions`, `outputs` or `reports`."""
     units = {"": lambda trial, x: setattr(trial, what, lambda *given: change(*given, x))}
     return Hypothesis(fault, label, units, grid, fit, is_output=what in ("outputs", "reports"), **how)
 
@@ -351,7 +350,7 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A weight as one module has it; embedding and output layer may share theirs. `name`: in the model's state."""
+    """A weight of one module; embedding and output layer may share theirs. `name`: in the model's state."""
 
     module: nn.Module
     attribute: str
@@ -392,7 +391,7 @@ def _put_all(places: Mapping[str, Place], to: Callable[[Tensor, float], Tensor],
 
 
 def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> Iterator[Hypothesis]:
-    """Of the same run, which the user gave: in all of the model, in parts, or for some of the tokens."""
+    """Of the same run: in all of the model, in parts, or for some of the tokens."""
     if reference.adapter is not None:
         units: dict[str, Apply] = {}
         for name, by in ref.adapter_deltas(reference.model, reference.adapter).items():
@@ -422,7 +421,7 @@ def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> I
 
 
 def _keep_shard(now: Tensor, x: float, *, was: Tensor, count: int, is_last: bool) -> Tensor:
-    """One rank of tensor parallelism has other weights: some rows, or columns where sums are split."""
+    """Of tensor parallelism: some rows, or columns where sums are split."""
     size = now.shape[-1 if is_last else 0]
     places = torch.arange(size) * count // size == x
     return torch.where(places if is_last else places[:, None], was, now)

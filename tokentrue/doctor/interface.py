@@ -319,7 +319,7 @@ async def _repeat(exam: Examination) -> Finding:
 
 @probe("stability: alone and in a batch")
 async def _batch(exam: Examination) -> Finding:
-    """Greedy requests that were sent before, alone and beside others of other lengths."""
+    """Greedy requests that were sent before, beside others of other lengths."""
     prompts = exam.prompts()
     others = [prompt[: len(prompt) - shorter] for shorter, prompt in enumerate(prompts * 2)][: BATCH - 1]
     tried = (prompts[1], *exam.open_prompts()[:2])
@@ -359,8 +359,7 @@ async def _prefill(exam: Examination) -> Finding:
 
 
 def compare_runs(exam: Examination, known: str, first: Completion, second: Completion) -> Finding:
-    """Up to where tokens part at a near tie, log-probabilities must agree: within rounding or, for the exact engine,
-    in bits."""
+    """Up to a near tie, log-probabilities must agree: within rounding or, for the exact engine, in bits."""
     limit = 0.0 if exam.provider.name == "exact" else exam.largest_limit
     found = compare_completions(first, second, tolerance=limit)
     if found.compared == 0:

@@ -79,7 +79,7 @@ class Evidence:
 
     @property
     def is_late(self) -> bool:
-        """Whether decoding alone is wrong: what follows the prompt at once is right everywhere."""
+        """Whether decoding alone is wrong: what follows the prompt at once is right."""
         now, then = self.size(self.e, self.is_first), self.size(self.e, ~self.is_first)
         return now < (DEPARTS if self.is_exact else 1.5) and then > 3 * now
 
@@ -87,7 +87,7 @@ class Evidence:
         return torch.cat([read_entries(seen, rows) for seen, rows in zip(self.observations, logits, strict=True)])
 
     def orders(self, dtype: str) -> Iterator[Tensor]:
-        """What the reference differs by when it rounds in other orders: by module and by operation, eager, cached."""
+        """What the reference differs by in other orders of rounding: by module, by operation, eager, cached."""
         model, seen = self.reference.model, self.observations
         if dtype != "float32":
             trial = self.reference.trial()
@@ -124,8 +124,8 @@ class Evidence:
         return float((weight * residual.abs().clamp(max=WORST) / self.spread).sum() / weight.sum().clamp(min=1e-9))
 
     def gains(self, residual: Tensor) -> Tensor:
-        """Nats by which each entry is likelier than without the hypothesis, by Student's t with 4 degrees of freedom:
-        rounding has heavy tails."""
+        """Nats by which each entry is likelier under the hypothesis, by Student's t with 4 degrees of freedom: rounding
+        has heavy tails."""
         now, before = (one.clamp(-WORST, WORST) / self.spread for one in (residual, self.e))
         return 2.5 * self.weight * (torch.log1p(before * before / 4) - torch.log1p(now * now / 4))
 
@@ -279,7 +279,7 @@ def is_confirmed(data: Evidence, fit: Fit) -> bool:
 
 
 def has_more(data: Evidence, best: Fit, fits: Sequence[Fit]) -> bool:
-    """Whether what the cause leaves contains another one: then it is not the whole cause."""
+    """What the cause leaves contains another one: then it is not the whole cause."""
     if data.size(best.residual, data.held) <= data.honest:
         return False
     for one in fits:
@@ -335,7 +335,7 @@ def describe_pattern(data: Evidence) -> str:
 
 
 def grows_with_position(e: Tensor, positions: Tensor) -> float:
-    """Mean |e| of the last third of the positions ÷ that of the first third."""
+    """Mean |e| of the last third of the positions ÷ that of the first."""
     order = positions.argsort()
     third = max(1, e.numel() // 3)
     first, last = e[order[:third]].abs().mean(), e[order[-third:]].abs().mean()
@@ -346,7 +346,7 @@ def grows_with_position(e: Tensor, positions: Tensor) -> float:
 
 
 class Tokens:
-    """Observations of a search, and their half of the fit: those that show most of the difference per token."""
+    """Observations of a search, and their half of the fit: those with most of the difference per token."""
 
     def __init__(self, data: Evidence, least: int) -> None:
         def worth(n: int) -> float:
@@ -379,7 +379,7 @@ class Tokens:
         return [{x: fit for x in grid if (fit := next(found)) is not None} for grid in grids]
 
     def correlate(self, fit: Fit) -> float:
-        """Prediction and difference, each token's scale taken out: one large token decides nothing."""
+        """Each token's scale is taken out: one large token decides nothing."""
         data, predicted = self.data, self.data.e - fit.residual
         scale = (data.spread.square() + data.e.square() + predicted.square()).sqrt()
         a, b = (data.e / scale)[self.inside], (predicted / scale)[self.inside]
@@ -415,7 +415,7 @@ class Tokens:
         return best
 
     def choose_units(self, hypothesis: Hypothesis, x: float) -> Hypothesis:
-        """The hypothesis in those parts of the model whose effects add up to the difference, by least squares."""
+        """The parts of the model whose effects add up to the difference, by least squares."""
         data, inside, is_partial = self.data, self.inside, hypothesis.is_partial
         is_fitted = _has_size(hypothesis)
         # An effect's curvature is a part of its size, so large differences count no more than small ones.
@@ -471,7 +471,7 @@ def _sampled(seen: Observation, x: float) -> tuple[int, int]:
 
 
 def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
-    """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
+    """Over all tokens, best first; each hypothesis is tried on few tokens first."""
     few, more = (Tokens(data, least) for least in ((24, 100) if data.is_exact else (80, 160)))
     every = Tokens(data, 10**9)
     visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())
@@ -546,7 +546,7 @@ def _explains_all(every: Tokens, fit: Fit) -> bool:
 
 
 def list_equals(few: Tokens, best: Fit, others: Sequence[Hypothesis]) -> Iterator[Fit]:
-    """Once a cause leaves nothing but rounding on many tokens, only what computes the same can do so, too."""
+    """Once a cause leaves only rounding on many tokens, only what computes the same can do so, too."""
     others = [one for one in others if one.fault != best.fault]
     others = [few.choose_units(one, one.grid[0]) if one.is_partial else one for one in others]
     for hypothesis, tried in zip(others, few.screen(others), strict=True):

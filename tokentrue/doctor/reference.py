@@ -33,7 +33,7 @@ Rounding = Callable[[Tensor], Tensor]
 
 @record
 class Observation:
-    """`logprobs[k]` is the engine's log-probability of `token_ids[positions[k]]`, given everything before it."""
+    """`logprobs[k]` is the engine's, of `token_ids[positions[k]]`, given everything before it."""
 
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
@@ -68,7 +68,7 @@ class Observation:
 
     @property
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, token id and reported log-probability of every entry: the chosen tokens, then the likeliest others."""
+        """Row, token id and reported log-probability of every entry: chosen tokens, then the likeliest others."""
         chosen = [self.token_ids[at] for at in self.positions]
         entries = list(zip(range(len(chosen)), chosen, self.logprobs, strict=True))
         for row, top in enumerate(self.tops):
@@ -87,7 +87,7 @@ class Observation:
         return not self.positions or self.positions[0] < self.prompt_tokens
 
     def edit(self, start: int, drop: int, insert: tuple[int, ...] = ()) -> Observation:
-        """The same observation after a change of the prompt; a position that loses its context has the next one."""
+        """After a change of the prompt; a position that loses its context has the next one."""
         end, by = start + drop, len(insert) - drop
         return replace(
             self,
@@ -107,7 +107,7 @@ class Change:
 
 
 class Trial:
-    """One change of the reference. The model stays as it is: `compute_batch` runs some rows of a batch under a trial."""
+    """One change of the reference, which stays as it is: `compute_batch` runs some rows of a batch under a trial."""
 
     def __init__(self, model: Any, saved: Mapping[str, Tensor]) -> None:
         self.model, self.saved = model, saved
@@ -153,7 +153,7 @@ class Trial:
         self._change(module).before.append(lambda inputs, given: (inputs, {**given, name: change(given[name])}))
 
     def hide(self, attention: nn.Module, is_hidden: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """`is_hidden(query, key, sent)`: pairs of places that this attention does not see, the later keys included."""
+        """`is_hidden(query, key, sent)`: places that this attention does not see, the later keys included."""
 
         def mask(inputs: Any, given: Any) -> tuple[Any, Any]:
             states = inputs[0] if inputs else given["hidden_states"]
@@ -165,8 +165,8 @@ class Trial:
         self._change(attention).before.append(mask)
 
     def round_modules(self, dtype: torch.dtype) -> None:
-        """Rounds what every module returns; sums between modules and rotary tables stay in float32, as fused kernels
-        keep them."""
+        """What every module returns; sums between modules and rotary tables stay in float32, as fused kernels keep
+        them."""
 
         def rounded(inputs: Any, output: Any) -> Any:
             return output.to(dtype).float() if isinstance(output, Tensor) and output.is_floating_point() else output
@@ -176,7 +176,7 @@ class Trial:
                 self.hook(module, rounded)
 
     def call(self, module: nn.Module, forward: Callable[..., Any], inputs: Any, given: Any, plain: Any = None) -> Any:
-        """What `module` returns under this trial; `plain`: what it returns without it, if that is known."""
+        """What `module` returns under this trial; `plain`: without it, if that is known."""
         change = self.changes.get(module)
         if change is None:
             return forward(*inputs, **given)
@@ -212,7 +212,7 @@ def _choose(inside: Tensor, wanted: list[int], changed: Any, plain: Any) -> Any:
 
 
 class Reference:
-    """A model in float32 on the CPU; `source` is the directory or the hub id that it was loaded from."""
+    """A model in float32 on the CPU; `source`: the directory or hub id that it is from."""
 
     def __init__(self, model: Any, *, source: str | Path | None = None, adapter: Path | None = None) -> None:
         self.model: Any = model.eval()
@@ -289,7 +289,7 @@ def _widen(value: Any) -> Any:
 
 
 def compute_logits(model: Any, seen: Observation, *, is_cached: bool = False) -> Tensor:
-    """float32 `[positions, V]`. With a cache the prompt runs first and then the rest, another order of rounding."""
+    """float32 `[positions, V]`. With a cache the prompt runs first, another order of rounding."""
     return _compute_cached(model, seen, rounding_cache()) if is_cached else compute_batch(model, [seen])[0]
 
 
@@ -308,7 +308,7 @@ def _compute_cached(model: Any, seen: Observation, cache: Any) -> Tensor:
 def compute_batch(
     model: Any, observations: Sequence[Observation], trials: Sequence[Trial | None] | None = None
 ) -> list[Tensor]:
-    """Logits `[positions, V]` of each observation, under its trial; those of about the same length run together."""
+    """Logits `[positions, V]` under each trial; observations of about the same length run together."""
     trials = [None] * len(observations) if trials is None else trials
     observations = [
         seen if trial is None else trial.inputs(seen) for seen, trial in zip(observations, trials, strict=True)
@@ -451,7 +451,7 @@ def rounding_cache(
 def read_entries(
     seen: Observation, logits: Tensor, outputs: Callable[[Tensor, Observation], Tensor] | None = None
 ) -> Tensor:
-    """float64: what an engine with these logits reports for every target of the observation."""
+    """float64: what an engine with these logits reports for every target."""
     if outputs is not None:
         logits = outputs(logits, seen)
     if any(seen.kept):

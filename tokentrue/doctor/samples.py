@@ -74,7 +74,7 @@ def observe(sample: Sample) -> Observation | None:
 
 
 def why_not_comparable(sample: Sample) -> str:
-    """Empty where the distribution that the tokens were drawn from can be computed again."""
+    """Empty where the distribution of the draws can be computed again."""
     for number, turn in enumerate(read_turns(sample)):
         if why := why_not_scorable(sample, turn):
             return f"sample {sample.sample_id}, turn {number}: {why}"

@@ -89,7 +89,7 @@ async def _draws(exam: Examination, verdict: Finding) -> Finding:
 
 
 def locate_difference(exam: Examination, findings: Sequence[Finding], engine_model: Any) -> list[Finding]:
-    """The first layer whose output differs, where the weights probe found a fault."""
+    """Where the weights probe found a fault."""
     if not any(finding.verdict is Verdict.FAULT and finding.probe.startswith("weights") for finding in findings):
         return []
     figure, why = "-", "the engine's layers cannot be reached from here; --engine hf can be looked into"

@@ -234,8 +234,8 @@ def merge_low_rank(weight: Tensor, low: LowRank) -> Tensor:
 
 
 def check_adapter(adapter: Adapter, decoder: Decoder, ops: Ops, first: int = 0) -> None:
-    """Raises unless the adapter fits the model and its products are exact. `first`: index of the decoder's first layer
-    in the whole model."""
+    """Raises unless the adapter fits the model and its products are exact. `first`: the decoder's first layer in the
+    whole model."""
     for (layer, projection), low in adapter.weights.items():
         module = decoder.linears.get((layer, projection))
         if module is None:

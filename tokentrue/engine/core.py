@@ -127,7 +127,7 @@ class Core:
         self.scheduler.add(request)
 
     def version_of(self, request: Request) -> int:
-        """Of the weights that sample this request's next token: its adapter's if that has one."""
+        """Of the weights that sample the next token: the adapter's if that has one."""
         adapter = self.adapters.get(request.adapter) if request.adapter is not None else None
         return self.version if adapter is None or adapter.version is None else adapter.version
 

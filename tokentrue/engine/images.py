@@ -1,4 +1,4 @@
-"""The images of requests, and their features, computed once for each image and version of the weights."""
+"""The images of requests, and their features, computed once for each version of the weights."""
 
 from __future__ import annotations
 
@@ -86,8 +86,7 @@ def proof_images(tower: Any) -> RequestImages:
 
 
 class VisualRows(NamedTuple):
-    """Token rows of a step that show images: what replaces their embeddings, and what is added after each of the first
-    layers."""
+    """Token rows that show images: what replaces their embeddings, and what is added after each of the first layers."""
 
     rows: Tensor
     features: Tensor

@@ -107,7 +107,7 @@ class StageProcess:
 
 
 class Processes:
-    """Computes steps as `LocalRunner` does. Sends the weights of `model` (on the host) by name and keeps none."""
+    """Computes steps as `LocalRunner`. Sends the weights of `model` (on the host) by name and keeps none."""
 
     def __init__(
         self, model: Any, *, pipeline: int, tensor: int, device: str, max_positions: int, kv_tokens: int | None, limits: ScheduleLimits,
@@ -336,7 +336,7 @@ class Stage:
         return model
 
     def serve(self) -> None:
-        """Runs (method, arguments, whether to send the result or error back) until the driver ends this process."""
+        """Runs (method, arguments, whether to answer) until the driver ends this process."""
         while True:
             method, args, answers = self._pipe.recv()
             try:
@@ -450,7 +450,7 @@ class Stage:
 
     @torch.inference_mode()
     def prove(self, steps: Sequence[StepInputs], adapter_name: str | None = None) -> None:
-        """Compares this process's paged layers, and the head, with the model's own code on the same inputs."""
+        """This process's paged layers, and the head, against the model's own code on the same inputs."""
         forward, spec = self._forward, self._spec
         adapter = forward.bank.adapters[adapter_name] if adapter_name is not None else None
         before, after, _ = (torch.cat(parts) for parts in zip(*map(self._compute, steps), strict=True))

@@ -1,4 +1,4 @@
-"""Computes the core's steps in this process; `processes.Processes` has the same methods for several."""
+"""Computes the core's steps in this process; `processes.Processes` does so in several."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def top_logprobs(table_V: Tensor, count: int) -> dict[int, float]:
 
 
 def penalties(logits_RV: Tensor, requests: Sequence[SamplingRow]) -> dict[int, Tensor]:
-    """Rows with repetition (prompt and output), presence and frequency (output) penalties applied, in float32."""
+    """Rows with repetition (prompt and output), presence and frequency (output) penalties, in float32."""
     rows: dict[int, Tensor] = {}
     for i, request in enumerate(requests):
         s = request.sampling

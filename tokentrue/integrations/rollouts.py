@@ -64,7 +64,7 @@ class GatewayRollouts:
         sampling: JsonMapping | None = None,
         files: dict[str, bytes] | None = None,
     ) -> list[list[Sample]]:
-        """`sampling` adds what the framework scores with; `files` gets images by hash, which are refused without it."""
+        """`sampling`: what the framework scores with; `files` gets images by hash, which are refused without it."""
         if self.seed is not None and None in places:
             raise ConfigError(
                 "this trainer does not number the rollouts of a group, so one seed would make them all equal; leave "
@@ -127,7 +127,7 @@ def group_name(*parts: Any) -> str:
 
 
 def scored_settings(settings: JsonMapping | None) -> JsonObject:
-    """Of a framework's sampling settings those that change the distribution that it scores with."""
+    """Of a framework's settings those that change the distribution that it scores with."""
     temperature, top_p, top_k = ((settings or {}).get(name) for name in ("temperature", "top_p", "top_k"))
     pinned: JsonObject = {} if temperature is None else {"temperature": float(temperature)}
     if top_p is not None and top_p < 1:
@@ -138,7 +138,7 @@ def scored_settings(settings: JsonMapping | None) -> JsonObject:
 
 
 def centre_rewards(samples: Sequence[Sample]) -> list[float]:
-    """Each sample's session reward minus the mean of its group, where every session counts once."""
+    """Each sample's session reward less the mean of its group, where every session counts once."""
     sessions = group_sessions((group_of(sample), sample.session_id, require_reward(sample)) for sample in samples)
     return sessions.advantages(lambda rewards: [reward - sum(rewards) / len(rewards) for reward in rewards])
 

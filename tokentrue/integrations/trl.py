@@ -239,7 +239,7 @@ class RolloutWorker:
 
 
 def rows_from_group(samples: Sequence[Sample], *, group_id: int, task: Any) -> list[Any]:
-    """`RolloutSample`s. A session counts once in the group, and its rows share its advantage, as TRL's own do."""
+    """`RolloutSample`s. A session counts once in the group, and its rows share its advantage."""
     import numpy as np
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 

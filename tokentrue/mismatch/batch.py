@@ -88,7 +88,7 @@ class Rows:
         return flatten(values).index_select(0, self.source).to(dtype)
 
     def read_wide(self, name: str, values: Values) -> Tensor:
-        """`[n, K]` from a batch with K values at each position, in a last dimension; differentiable."""
+        """`[n, K]` from K values at each position, in a last dimension; differentiable."""
         flat = values.flatten(0, -2) if isinstance(values, Tensor) else torch.cat(list(values))
         if flat.dim() != 2 or flat.shape[0] != self.offsets[-1]:
             raise InputError(f"{name}: needs K values in a last dimension at each of {self.offsets[-1]} positions")
@@ -139,7 +139,7 @@ class Rows:
 
 
 def sum_padded_rows(values: Tensor, lengths: Tensor) -> Tensor:
-    """Row sums by pairs of neighbours: torch's sums on a GPU order their terms by the shape of the whole batch."""
+    """By pairs of neighbours: torch's sums on a GPU order their terms by the shape of the whole batch."""
     width = int(lengths.max()) if lengths.numel() else 0
     if not width:
         return values.new_zeros(lengths.shape[0]) + values.sum()  # 0, and still part of the graph
@@ -195,8 +195,7 @@ def _offsets(like: Values, cu_seqlens: Bounds) -> tuple[int, ...]:
 
 Signal = Literal["corr", "ppo_train", "ppo_rollout"]
 Need = Literal["old", "current", "advantages", "versions", "head"]
-"""Policies and values per token that a rule may need; "head", both policies at the sampler's most likely ids, concerns
-the loss alone."""
+"""What a rule may need; "head", both policies at the sampler's most likely ids, concerns the loss alone."""
 NonFinite = Literal["raise", "unit"]
 
 
@@ -210,7 +209,7 @@ class BatchOptions(TypedDict, total=False):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Batch:
-    """Log-probabilities of the valid tokens, and the decisions of the rules about them."""
+    """Log-probabilities of the valid tokens, and what the rules decided."""
 
     rows: Rows
     options: BatchOptions
@@ -301,5 +300,5 @@ def read_batch(
 
 
 def interpolate_policy(current: Tensor, rollout: Tensor, age: Tensor) -> Tensor:
-    """A-3PO's proximal log-probabilities (arXiv 2512.06547): the policy one version before the current one."""
+    """A-3PO (arXiv 2512.06547): the policy one version before the current one."""
     return rollout + (1 - 1 / age.clamp(min=1)) * (current - rollout)

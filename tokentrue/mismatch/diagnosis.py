@@ -33,7 +33,7 @@ from tokentrue.records import record
 
 @record
 class WorstRow:
-    """A row that disagrees; `score` is its mean K3, `position` the valid token with the largest |δ|."""
+    """`score` is the row's mean K3, `position` the valid token with the largest |δ|."""
 
     row: str
     score: float

@@ -78,7 +78,7 @@ class BoundedRule(Rule):
         return self.lower is not None or self.upper is not None
 
     def check(self, refused: Mapping[str, bool], *, perfect: int = 1) -> None:
-        """`refused` has reasons, and whether each applies; `perfect` is the value (of a ratio, 1) of agreement."""
+        """`refused`: whether each reason applies; `perfect`: the value (of a ratio, 1) of agreement."""
         owner, low, high = type(self).__name__, self.lower, self.upper
         check_fields(self, owner)
         for field, value in (("lower", low), ("upper", high)):
@@ -260,7 +260,7 @@ class Outlier(BoundedRule):
 
 @record
 class OffPolicyMask(Rule):
-    """DeepSeek-V3.2's off-policy mask: drops negative advantages in rows whose mean -log r exceeds `threshold`."""
+    """DeepSeek-V3.2: drops negative advantages in rows whose mean -log r exceeds `threshold`."""
 
     also: ClassVar[frozenset[Need]] = frozenset({"advantages"})
     threshold: NotNegative

@@ -252,7 +252,7 @@ BOOKKEEPING = frozenset(nn.Module().__dict__) | {STATE, OPS, PREPARED}
 
 @record(eq=False)
 class Signature:
-    """What plan and contract are derived from: plain values are compared, all other objects are the same ones."""
+    """Plain values are compared, all other objects are the same ones."""
 
     values: tuple[object, ...]
     objects: tuple[object, ...]
@@ -300,7 +300,7 @@ class Signature:
 
 @record(eq=False)
 class Preparation:
-    """Attached to the model after its first `exact`, so that entering again costs little."""
+    """Attached to the model after its first `exact`: entering again costs little."""
 
     signature: Signature
     ops: Ops
@@ -317,7 +317,7 @@ class Preparation:
         return cls(signature=Signature.of(model), ops=ops, plan=plan, attention=attention, contract=contract)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copied or pickled model has none: the plan is of this model's modules."""
+        """A copied or pickled model has none."""
         return type(None), ()
 
     def __deepcopy__(self, memo: object) -> None:

@@ -172,7 +172,7 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
 
 
 def computes(name: str, module: nn.Module) -> bool:
-    """Whether a module without an exact form has code; raises if that code may not be exact."""
+    """A module without an exact form has code; raises if that code may not be exact."""
     parameters = [name for name, value in module.named_parameters(recurse=False) if value is not None]
     what = f"{name} ({type(module).__name__}) has no exact form"
     sinks_alone = parameters == ["sinks"] and hasattr(module, "o_proj")  # they reach `exact_attention` as `s_aux`
@@ -211,7 +211,7 @@ def exact_form(name: str, module: Any, ops: Ops) -> Forward | None:
 
 
 def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
-    """base(x) + B(A(x)) * scale for the one active adapter, in the engine's order of operations."""
+    """base(x) + B(A(x)) * scale for the one active adapter, in the engine's order."""
     base = module.base_layer
     biases = (name for name, bias in module.lora_bias.items() if bias)
     other = (*module.lora_magnitude_vector, *module.lora_embedding_A, *biases)
@@ -244,8 +244,8 @@ def is_router(module: nn.Module) -> bool:
 
 
 def softmax_router(module: Any) -> bool | None:
-    """Whether the router divides the chosen probabilities by their sum, found by running its code on another weight;
-    None if it is not a plain softmax router."""
+    """Whether the router divides the chosen probabilities by their sum, found by its code on another weight; None if it
+    is not a plain softmax router."""
     top_k = getattr(module, "top_k", None)
     if not isinstance(top_k, int) or not is_router(module) or list(module.buffers()):
         return None
@@ -283,7 +283,7 @@ def router_forward(module: Any, ops: Ops, normalise: bool) -> Forward:
 
 
 def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
-    """eps and form, found by running the module's code on another weight: formula in float32, rounding in bfloat16."""
+    """eps and form, found by the module's code on another weight: formula in float32, rounding in bfloat16."""
     what = f"{name} ({type(module).__name__}) has no exact form"
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)

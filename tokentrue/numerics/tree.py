@@ -126,7 +126,7 @@ def score_tree(
 def distinct_scores(
     tree: TokenTree, temperatures: Tensor, kept: KeptRows | None, *, apart: bool
 ) -> tuple[Array, Array]:
-    """A place in the rows for each score that is computed, and each place's number of its score (first tokens: -1)."""
+    """A place in the rows for each score that is computed, and each place's score number (first tokens: -1)."""
     heats = np.unique(temperatures.numpy(), return_inverse=True)[1]
     keys = tree.nodes * (heats.max(initial=0) + 1) + heats
     if kept is not None:

@@ -25,7 +25,7 @@ Grid = tuple[int, ...]
 
 @record(eq=False)
 class SeenImages:
-    """The images in ids [1,T]. `order`: of each run of placeholders, which of the distinct images it shows."""
+    """The images in ids [1,T]. `order`: which of the distinct images each run of placeholders shows."""
 
     pixels: tuple[Tensor, ...]  # [patches, values] of each distinct image
     grids: tuple[Grid, ...]  # of each run

@@ -233,7 +233,7 @@ def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
 
 
 def _join_masks(path: Sequence[Node]) -> SamplingMask | None:
-    """None if no turn has one, or if a turn's filters are on and its kept ids are unknown."""
+    """None if no turn has one, or a turn's filters are on and its kept ids unknown."""
     if all(node.sampling_mask is None for node in path) or any(
         node.sampling_mask is None and node.sampling.truncates for node in path
     ):
@@ -294,7 +294,7 @@ def _unserved_reason(node: Node) -> str | None:
 
 
 def _losers(tree: Tree, answers: list[Node], newest: dict[str, int]) -> dict[str, str]:
-    """The answer with the latest activity survives, and every parallel one that was continued."""
+    """All but the answer with the latest activity, and parallel ones that were continued."""
     served = [node for node in answers if _unserved_reason(node) is None or tree.followers.get(node.id)]
     if not served:
         return {}

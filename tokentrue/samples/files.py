@@ -1,6 +1,4 @@
-"""Writes a sample file in a named format, reads any of them, and audits a file before training. A file is written under
-a temporary name and renamed.
-"""
+"""Writes a sample file under a temporary name, reads any format, and audits a file before training."""
 
 from __future__ import annotations
 
@@ -152,7 +150,7 @@ def read_sound_samples(path: str | Path, *, trust: bool = False) -> list[Sample]
 
 
 def require_model(samples: Sequence[Sample], *, model: str, tokenizer: str | None, vocabulary: int) -> None:
-    """Compares the hash of the model's tokenizer (None if it has none) and the number of its embeddings."""
+    """By the hash of its tokenizer (None if it has none) and the number of its embeddings."""
     for sample in samples:
         recorded, why = sample.certificate.tokenizer, ""
         columns = (sample.sampling_mask, sample.top_logprobs)

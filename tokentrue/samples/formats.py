@@ -44,7 +44,7 @@ _TENSOR_TYPES = {"token_ids": "int32", "loss_mask": "uint8", "rollout_logprobs":
 
 @record
 class ExportedSample:
-    """A sample as read from a file. `differences` are the fields of a trainer's row that contradict the sample."""
+    """`differences` are the fields of a trainer's row that contradict the sample."""
 
     sample: Sample
     where: str

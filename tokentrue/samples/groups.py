@@ -14,8 +14,7 @@ from tokentrue.types import Sample
 
 @record
 class GroupedSessions:
-    """`groups` and `rewards` are by session, in the order of first samples; `of_sample` maps each sample to its
-    session number."""
+    """By session, in the order of first samples; `of_sample` maps each sample to its session number."""
 
     groups: list[str]
     rewards: list[float]

@@ -24,7 +24,7 @@ from tokentrue.types import PENALTIES, TRUNCATIONS, Count, Coverage, Sample, Sam
 
 
 class TurnRow(msgspec.Struct, kw_only=True):
-    """`sampling` holds the settings that differ from the defaults; `versions` are (start, end, policy version)."""
+    """`sampling`: settings that differ from the defaults; `versions`: (start, end, policy version)."""
 
     given: Count
     sampled: Count

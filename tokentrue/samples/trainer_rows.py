@@ -1,5 +1,6 @@
-"""Converts a sample to a trainer's row (`*_row`), and ids, mask and log-probabilities back (`*_columns`, which may omit
-a given prefix)."""
+"""A sample as a trainer's row (`*_row`), and ids, mask and log-probabilities back (`*_columns`, which may omit a given
+prefix).
+"""
 
 from __future__ import annotations
 
@@ -134,8 +135,8 @@ def slime_columns(row: JsonMapping) -> Columns:
 
 
 def prime_rl_row(sample: Sample) -> JsonObject:
-    """The fields of `TrainingSample`, aligned per token. Replay columns are raw bytes (base64 in JSON), one row per
-    token, the last without experts."""
+    """The fields of `TrainingSample`. Replay columns are raw bytes (base64 in JSON), one row per token, the last
+    without experts."""
     refuse_images(sample, "prime-rl")
     row: JsonObject = {
         "token_ids": list(sample.token_ids),

@@ -200,8 +200,7 @@ def gather_tensors(held: Iterable[tuple[str, Tensor]], ranks: Ranks) -> dict[str
 
 
 def write_weights(model: nn.Module, directory: Path, ranks: Ranks, *, limit_bytes: int) -> bool:
-    """In files of at most `limit_bytes`, in the model's order. A tied parameter is written once. Returns whether they
-    are larger."""
+    """In files of at most `limit_bytes`, tied parameters once. Returns whether they are larger."""
     parts: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, value in named_weights(model):
@@ -271,7 +270,7 @@ def held_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_optimizer(trainer: Trainer, directory: Path, *, is_sharded: bool) -> None:
-    """One file of whole tensors by rank 0, or each rank's own shards, which another number of ranks can read."""
+    """Whole tensors by rank 0, or each rank's shards, which another number of ranks can read."""
     if is_sharded:
         from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -325,7 +324,7 @@ def alone_is_meant() -> Iterator[None]:
 
 @torch.no_grad()
 def place(target: Tensor, value: Tensor) -> Tensor:
-    """Copies a whole tensor, or a shard like the target's own, into a parameter that may be sharded."""
+    """A whole tensor, or a shard like the target's, into a parameter that may be sharded."""
     mesh = getattr(target, "device_mesh", None)
     if mesh is None or hasattr(value, "device_mesh"):
         return target.copy_(value)

@@ -19,7 +19,7 @@ PROBED_TOKENS = 24  # that an engine samples for the probe, whose mean |δ| is t
 
 @record
 class Agreement:
-    """`largest` |trainer - rollout| among the `differing`, and a description of the `first` of them."""
+    """`largest` |trainer - rollout| among the `differing`, and a description of the `first`."""
 
     compared: int = 0
     differing: int = 0

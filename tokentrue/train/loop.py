@@ -52,8 +52,7 @@ class NoRounds(Rounds):
 
 
 class SourceRounds:
-    """Recorded groups, `groups_per_step` per step and never one twice in a step; when they run out, from the start
-    again."""
+    """Recorded groups, `groups_per_step` per step and never one twice in a step; then from the start again."""
 
     def __init__(self, source: SampleSource, groups_per_step: int) -> None:
         self._source, self._count, self._next = source, groups_per_step, 0
@@ -111,7 +110,7 @@ class Evaluator:
         return bool(self.config.every) and version % self.config.every == 0
 
     def is_missing(self, version: int) -> bool:
-        """If the evaluation of a resumed version was interrupted, or that of version 0 has not run."""
+        """The evaluation of a resumed version was interrupted, or that of version 0 has not run."""
         return self.is_due(version) and (not version if self._newest is None else self._newest < version)
 
     def state(self) -> dict[str, float | int]:

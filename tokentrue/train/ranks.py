@@ -56,7 +56,7 @@ class Ranks:
                 raise EngineError(f"rank {rank} could not {doing}: {words}")
 
     async def together(self, work: Awaitable[T], doing: str) -> T:
-        """The result of this rank's work, when all ranks have ended theirs; they also fail together."""
+        """When all ranks have ended their work; they also fail together."""
         trouble, found = None, list[T]()
         try:
             found.append(await work)
@@ -152,7 +152,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (tied ones once) and persistent buffers, as they are held; a LoRA adapter merged into them."""
+    """Parameters (tied ones once) and persistent buffers; a LoRA adapter merged into them."""
     yield from model.named_parameters() if find_adapter(model) is None else merged_weights(model)
     kept = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)

@@ -52,8 +52,7 @@ class ScoredRow:
 
 @record(eq=False)
 class Row(ScoredRow):
-    """One sample, ready to train on. `mask` is True where loss falls; `rollout` is 0 and `versions` -1 where nothing
-    was sampled."""
+    """`mask` is True where loss falls; `rollout` is 0 and `versions` -1 where nothing was sampled."""
 
     sample: Sample
     group: str
@@ -69,7 +68,7 @@ class Row(ScoredRow):
 
 
 def row_from_sample(sample: Sample, group: str, temperature: float = 1.0, images: ReadImage | None = None) -> Row:
-    """`temperature` is that of samples which do not record theirs; `images` reads the bytes of their images."""
+    """`temperature`: of samples which do not record theirs; `images` reads bytes."""
     name = f"sample {sample.sample_id}"
     if sample.reward is None:
         raise TokenContractError(f"{name} has no reward; score its session first")
@@ -113,8 +112,8 @@ def kept_rows(sample: Sample) -> KeptRows | None:
 
 
 def with_head_ids(rows: Sequence[Row]) -> tuple[list[Row], list[Tensor]]:
-    """The rows with the sampler's most likely ids, and those ids' log-probabilities, `[T, K]` each; 0 and -inf where a
-    token has fewer than the widest."""
+    """Rows with the sampler's most likely ids, and those ids' log-probabilities, `[T, K]` each; 0 and -inf where a
+    token has fewer."""
     columns = [row.sample.top_logprobs for row in rows]
     counts = [
         torch.zeros_like(row.ids) if column is None else torch.tensor(column.offsets.tolist()).diff()
@@ -158,7 +157,7 @@ def join_tables(rows: Sequence[ScoredRow], tables: Sequence[Tensor | None], fill
 
 
 def token_names(rows: Sequence[ScoredRow]) -> list[Array]:
-    """What decides a forward pass at each token: its id and the experts that a mixture replays."""
+    """What decides a forward pass at each token: its id and the replayed experts."""
     columns = [[row.ids for row in rows]]
     for tables, fill in (([row.experts for row in rows], FREE), ([row.expert_weights for row in rows], 0)):
         if any(table is not None for table in tables):
@@ -177,7 +176,7 @@ def list_sessions(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def is_truncated(row: Row) -> bool:
-    """Whether a turn ended at its limit of tokens. Old files name the last turn's end alone."""
+    """A turn ended at its limit of tokens. Old files name the last turn's end alone."""
     return row.sample.finish_reason == Finish.LENGTH or any(
         turn.row.finish == Finish.LENGTH for turn in read_turns(row.sample)
     )
@@ -227,7 +226,7 @@ def pack(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[l
 
 
 def share(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Rows for each rank, balanced by tokens: longest first, to the rank that has least."""
+    """Balanced by tokens: longest first, to the rank that has least."""
     loads = [0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for row in longest_first(lengths):
@@ -270,7 +269,7 @@ class Packing:
     tree: bool = False
 
     def bins(self, rows: Sequence[Row], numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """This rank's forward passes over `numbers`; every rank has as many, some perhaps empty."""
+        """This rank's forward passes; every rank has as many, some perhaps empty."""
         if not numbers:
             return ()
         if self.tree and not any(rows[i].images for i in numbers):

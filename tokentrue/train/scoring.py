@@ -118,7 +118,7 @@ def lay_out(rows: Sequence[ScoredRow], *, tree: bool, device: torch.device | str
 
 
 def join_kept(rows: Sequence[ScoredRow], *, pad_to: int | None = None) -> KeptRows | None:
-    """The rows' kept ids end to end, each padded with empty ones to `pad_to`."""
+    """End to end, each row padded with empty ones to `pad_to`."""
     ids = [row.kept.token_ids for row in rows if row.kept is not None]
     if not ids:
         return None

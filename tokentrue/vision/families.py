@@ -50,7 +50,7 @@ DEFAULTS: Mapping[str, JsonMapping] = {
         "do_pan_and_scan": False,
     },
 }
-"""All settings that decide about pixels and counts, with transformers' values where a file omits them."""
+"""Settings that decide about pixels and counts, with transformers' values where a file omits them."""
 
 
 @record
@@ -126,7 +126,7 @@ def make_gemma(family: str, settings: JsonMapping, processor: JsonMapping) -> Vi
 
 
 MakeVision = Callable[[str, JsonMapping, JsonMapping], Vision]
-"""(model_type, settings of the image processor, processor_config.json) -> Vision; ConfigError says why it cannot."""
+"""(model_type, settings of the image processor, processor_config.json) -> Vision, or ConfigError."""
 
 _QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 FAMILIES: Mapping[str, MakeVision] = {**dict.fromkeys(_QWEN, make_qwen), "gemma3": make_gemma}
@@ -168,8 +168,7 @@ def list_placeholder_ids(config: JsonMapping) -> tuple[int, ...]:
 
 
 def resolve_settings(settings: JsonMapping, expected: str | None = None) -> JsonMapping:
-    """All settings that matter, in one form: two files that mean the same become equal. Takes the file's content, or
-    `to_dict()` of a processor."""
+    """Two files that mean the same become equal. Takes a file's content, or a processor's `to_dict()`."""
     name = _find_class(settings)
     if name not in DEFAULTS or expected not in (None, name):
         raise ConfigError(f"its image processor is {name!r}; proven is {expected or ', '.join(DEFAULTS)}")

@@ -16,8 +16,8 @@ from tokentrue.records import record
 
 @record
 class Call:
-    """`partial`: a custom tool's input was served, and the model may have written more. `custom`: it is sent back as
-    such an input."""
+    """`partial`: of a custom tool's input more may have been written than served. `custom`: it is sent back as such an
+    input."""
 
     id: str
     name: str
@@ -53,7 +53,7 @@ class Tool:
 
 @record
 class Losses:
-    """Of the conversation itself; `Wire` has those of how it is written. `arguments` writes a call's JSON another way,
+    """Of the conversation; `Wire` has those of how it is written. `arguments` writes a call's JSON another way,
     `whitespace` a text."""
 
     reasoning: bool = False
@@ -63,7 +63,7 @@ class Losses:
 
 
 def lose(messages: Sequence[Message], losses: Losses, rng: random.Random) -> list[Message]:
-    """The same conversation as a lossy harness sends it back. The client's own messages stay as they are."""
+    """As a lossy harness sends it back. The client's own messages stay as they are."""
     renamed: dict[str, str] = {}
 
     def lose_call(call: Call) -> Call:
@@ -93,7 +93,7 @@ def load_finite(text: str) -> Any:
 
 
 def object_from(arguments: str) -> JsonObject:
-    """Arguments that are not a JSON object travel as the one that the gateway serves for them."""
+    """What is no JSON object travels as the one that the gateway serves for it."""
     try:
         value = load_finite(arguments or "{}")
     except ValueError:

@@ -17,8 +17,8 @@ from tokentrue.records import record
 
 @record
 class Output:
-    """`expected` is what a client must be shown: (reasoning, text, calls as (name, arguments)); None where that is the
-    parser's to say."""
+    """`expected`: what a client must be shown, (reasoning, text, calls as (name, arguments)); None where the parser
+    decides."""
 
     ids: tuple[int, ...]
     text: str

@@ -71,7 +71,7 @@ class Vocabulary:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def split(self, ids: Sequence[int], rng: random.Random, share: float) -> list[int]:
-        """The same bytes in other ids: some tokens are cut in two at any byte, also inside a character."""
+        """Some tokens are cut in two at any byte, also inside a character."""
         out: list[int] = []
         for token in ids:
             out += self._halves(token, rng) if token not in self.added_ids and rng.random() < share else [token]
@@ -87,7 +87,7 @@ class Vocabulary:
 
 
 def draw_picture(colour: Colour, width: int = 2, height: int = 2, *, level: int = 6) -> bytes:
-    """A PNG file of `width` by `height` tokens; another `level` of compression is the same picture in other bytes."""
+    """PNG of `width` by `height` tokens; another `level` of compression is the same picture in other bytes."""
     from PIL import Image
 
     file = io.BytesIO()

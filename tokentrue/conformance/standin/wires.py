@@ -192,7 +192,7 @@ class VLLMChat(EngineWire):
 
 
 def chat_message(message: Json) -> Json:
-    """Texts as one string where there is no image, arguments as objects, as vLLM gives them to a template."""
+    """As vLLM gives them to a template: texts as one string where there is no image, arguments as objects."""
     out = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
     if isinstance(content, list) and any(part.get("type") == "image_url" for part in content):
@@ -218,7 +218,7 @@ def loaded(arguments: str) -> Any:
 
 
 def parse_output(text: str, *, ended: bool) -> tuple[str, str, list[Json]]:
-    """Reasoning, text and calls; of an output that goes on, only what cannot change any more."""
+    """Reasoning, text and calls; of an output that goes on, only what cannot change."""
     text = text.removesuffix("<|im_end|>")
     text = text if ended else text.rstrip("\ufffd")
     reasoning = ""

@@ -249,7 +249,7 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sequences of a step that are computed together: as many queries each, and about as many keys."""
+    """Sequences that are computed together: as many queries each, and about as many keys."""
 
     rows: Tensor | None  # of their queries; None: all of the step
     sequences: int

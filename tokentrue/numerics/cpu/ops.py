@@ -1,6 +1,4 @@
-"""Exact operators on the CPU, from plain torch. `self_test` first compares bits on this machine for every shape of the
-model.
-"""
+"""Exact operators on the CPU, from plain torch. `self_test` first compares bits for every shape of the model."""
 
 from __future__ import annotations
 
@@ -309,7 +307,7 @@ def example(k: int, n: int, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 @cache
 def rows_independent(form: Product, k: int, n: int, bias: bool, dtype: torch.dtype, threads: int) -> bool:
-    """Compares rows of a large product with the same rows in smaller ones, at other positions, and with another N."""
+    """Rows of a large product against the same rows in smaller ones, at other positions, and with another N."""
     x, w, b = example(k, n, bias, dtype)
     cuts = ((start, m) for m in ROWS for start in (0, ROWS[-1] - m))
     with torch.no_grad():
@@ -321,7 +319,7 @@ def rows_independent(form: Product, k: int, n: int, bias: bool, dtype: torch.dty
 
 @cache
 def attention_independent(rows: int, h: int, j: int, d: int, threads: int) -> bool:
-    """Compares whole sequences with decodes, chunks and batches of the same queries."""
+    """Whole sequences against decodes, chunks and batches of the same queries."""
     random = torch.Generator().manual_seed(h * 1009 + d)
     ops, keys, spec = CpuOps(), 3 * KEYS, AttentionSpec(scale=d**-0.5)
     ops.paged.rows = rows
