@@ -96,7 +96,6 @@ async def several(play: Play) -> None:
 
 
 async def sessions(play: Play) -> None:
-    """Two sessions with the same opening, turn by turn."""
     other = Play(play.bench, play.dialect, play.turns, f"{play.seed}/other")
     await other.open()
     ours = theirs = play.opening()
@@ -292,7 +291,6 @@ async def new_weights(play: Play, messages: list[Message], number: int) -> list[
 
 
 async def mid_turn(play: Play) -> None:
-    """The weights change while the engine samples."""
     output, messages = play.output(calls=0), play.opening()
     plan = play.plan(output, version="4", next_version="5", after=len(output.ids) // 2)
     play.serve(messages, await play.post(messages, stream=True), [plan], 0, streamed=True)
@@ -373,13 +371,11 @@ def encode_again(image: bytes) -> bytes:
 
 
 def swap(image: bytes) -> bytes:
-    """Another picture of the same size."""
     red, green, blue = see_picture(image)[1]
     return draw_picture((green, blue, 255 - red))
 
 
 async def two_sessions(play: Play) -> None:
-    """The same picture in a session, and in one after it."""
     await show((2, 2))(play)
     play.foreign = {turn.generation.number for turn in play.served}
     play.served.clear()

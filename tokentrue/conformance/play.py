@@ -42,8 +42,6 @@ class Stop(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """What all cases of a run share."""
-
     target: Target
     process: TargetProcess | None
     engine: Engine
@@ -248,7 +246,6 @@ class Play:
             self.fault("9.2", f"the agent sent images of the colours {sent}, the engine was given {given}")
 
     async def turn(self, messages: Sequence[Message], *, calls: int = 1, **how: Any) -> list[Message]:
-        """One turn of a tool loop: the conversation after it."""
         return self.after(messages, await self.ask(messages, output=self.output(calls=calls), **how))
 
     # The record.

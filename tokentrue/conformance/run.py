@@ -195,7 +195,6 @@ class Runner:
 
     @asynccontextmanager
     async def _open_bench(self, *, images: bool) -> AsyncIterator[Bench]:
-        """A new engine stand-in, a new process of the target, and an empty directory."""
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as vision:
             if images:
                 write_vision_model(self._model, Path(vision))

@@ -65,8 +65,6 @@ def cannot_tell(why: str, *, figure: str = "-", probe: str = "") -> Finding:
 
 @record
 class DoctorReport:
-    """All findings of one run, in the order of the probes."""
-
     engine: str
     model: str
     facts: Mapping[str, str]

@@ -237,7 +237,6 @@ def biased(bias: Mapping[int, float]) -> Hypothesis:
 
 
 def edited(edits: Mapping[tuple[int, ...], Observation], label: str, fault: str) -> Hypothesis:
-    """Each prompt with its own edit, by the ids of the whole observation."""
     return _on("inputs", fault, label, lambda seen, x: edits.get(seen.token_ids, seen))
 
 
@@ -421,7 +420,6 @@ def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> I
 
 
 def _keep_shard(now: Tensor, x: float, *, was: Tensor, count: int, is_last: bool) -> Tensor:
-    """Of tensor parallelism: some rows, or columns where sums are split."""
     size = now.shape[-1 if is_last else 0]
     places = torch.arange(size) * count // size == x
     return torch.where(places if is_last else places[:, None], was, now)

@@ -99,8 +99,6 @@ class Observation:
 
 @dataclass(slots=True)
 class Change:
-    """What a trial changes of one module."""
-
     values: dict[str, Any] = field(default_factory=dict[str, Any])  # parameters, buffers and attributes
     before: list[Callable[[Any, Any], tuple[Any, Any]]] = field(default_factory=list[Any])  # of args, keyword arguments
     after: list[Callable[[Any, Any], Any]] = field(default_factory=list[Any])  # of args, output
@@ -465,7 +463,6 @@ def read_entries(
 
 
 def adapter_deltas(model: Any, directory: Path) -> dict[str, Tensor]:
-    """What an adapter adds to each weight, by module."""
     modules, found = dict(model.named_modules()), dict[str, Tensor]()
     for name, low in read_pairs(directory.name, *read_directory(directory)).items():
         target = modules.get(name)

@@ -57,7 +57,6 @@ def judge_causes(exam: Examination, evidence: Evidence, *, is_output: bool = Fal
 
 
 def advise(exam: Examination) -> str:
-    """The measurements that would tell most."""
     steps = {
         "run again with --previous DIR (the weights before the last update)": exam.previous is None,
         "serve in float32 for the test, where causes are told apart by their digits": exam.dtype != "float32",
@@ -89,7 +88,6 @@ async def _draws(exam: Examination, verdict: Finding) -> Finding:
 
 
 def locate_difference(exam: Examination, findings: Sequence[Finding], engine_model: Any) -> list[Finding]:
-    """Where the weights probe found a fault."""
     if not any(finding.verdict is Verdict.FAULT and finding.probe.startswith("weights") for finding in findings):
         return []
     figure, why = "-", "the engine's layers cannot be reached from here; --engine hf can be looked into"

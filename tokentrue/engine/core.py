@@ -35,8 +35,6 @@ PROOF_LENGTH = 141  # tokens of the proof at load: more than one block of 128 ke
 
 
 class Meter:
-    """For /metrics."""
-
     def __init__(self) -> None:
         self.steps = 0
         self.prompt_tokens = 0
@@ -223,7 +221,6 @@ class Core:
         return True
 
     def proceed(self, bursts: Bursts, requests: Sequence[Request]) -> None:
-        """Delivers the decode steps in flight, of these requests."""
         try:
             bursts.proceed()
         except Exception as error:

@@ -50,7 +50,6 @@ class RequestImages:
 
     @property
     def shift(self) -> int:
-        """Of every position after the last image."""
         return int(self.positions[0, -1]) - self.positions.shape[1] + 1
 
     def positions_of(self, start: int, end: int) -> Tensor:

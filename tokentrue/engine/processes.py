@@ -225,7 +225,6 @@ class Processes:
             self._die()
 
     def _hear(self, stage: StageProcess) -> Any:
-        """The process's next result. Any that fails or dies meanwhile ends all."""
         while not stage.answers:
             ready = wait([other for s in self._stages for other in (s.pipe, s.process.sentinel)])
             for index, each in enumerate(self._stages):
@@ -323,7 +322,6 @@ class Stage:
         return (f"model.layers.{spec.layers.index(number)}.{found[2]}", value) if number in spec.layers else None
 
     def _make_model(self) -> Any:
-        """With this process's layers, on the meta device."""
         spec = self._spec
         model = skeleton_of(spec.model_class, spec.config)
         body, config = model.model, model.config.get_text_config()

@@ -48,8 +48,6 @@ class StepWants(msgspec.Struct, frozen=True, kw_only=True):
 
 @record
 class StepResult:
-    """Results in the order of `StepWants`."""
-
     sampled: list[Sampled | Exception]
     scored: list[list[float]]
     routes: list[RoutedExperts]

@@ -67,7 +67,7 @@ def load_weights(model: nn.Module, source: Weights) -> None:
 
 
 def checked_weights(targets: Mapping[str, Tensor], source: Weights, model: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, target, value) of every weight; raises at the end if some are missing."""
+    """Raises at the end if some are missing."""
     if isinstance(source, str | Path):
         source = read_directory(Path(source), targets, model)
     if isinstance(source, Mapping):
@@ -101,7 +101,6 @@ def plain_name(name: str) -> str:
 
 
 def target_of(targets: Mapping[str, Tensor], name: str, value: Any) -> Tensor:
-    """Of the shape of `value`."""
     target = targets.get(plain_name(name))
     if target is None:
         raise EngineError(f"weight {name!r} is not a parameter of this model; send the names of its own state_dict()")

@@ -52,7 +52,6 @@ class GatewayRollouts:
         sampling: JsonMapping | None = None,
         files: dict[str, bytes] | None = None,
     ) -> list[Sample]:
-        """One rollout; `index` is its place in the group."""
         (samples,) = await self.run_async([task], [group], [index], sampling, files)
         return samples
 

@@ -197,7 +197,6 @@ class RolloutWorker:
             self._failure = error
 
     async def _run_groups(self) -> None:
-        """As many at once as fill `concurrency`."""
         at_once = max(1, self._rollouts.concurrency // self._num_generations)
         running: set[asyncio.Task[bool]] = set()
         number = failures = 0

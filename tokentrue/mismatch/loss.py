@@ -122,8 +122,6 @@ TokenLoss = tuple[Tensor, dict[str, Statistic]]
 
 @record(eq=False)
 class Tokens:
-    """What a surrogate sees: a value per valid token."""
-
     rows: Rows
     current: Tensor
     base: Tensor  # log-probabilities of the denominator

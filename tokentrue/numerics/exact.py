@@ -46,7 +46,6 @@ class Contract:
         return "exact:" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def require(self, other: str | None) -> None:
-        """Raises unless `other` is our fingerprint."""
         if other != self.fingerprint:
             raise ExactnessError(
                 f"fingerprints differ ({other} there, {self.fingerprint} here): the numbers may not be called exact"
@@ -125,8 +124,6 @@ OPS = "_tokentrue_ops"
 
 @record
 class AttentionParts:
-    """The configurations that name a model's attention, and its attention modules."""
-
     configs: tuple[Any, ...]
     modules: tuple[nn.Module, ...]
 

@@ -133,7 +133,6 @@ def guard(name: str, ops: Ops, forward: Forward) -> Forward:
 
 
 def unguard(forward: Forward) -> Forward:
-    """`forward` of an exact operator: its torch calls pass."""
 
     def free(*args: object, **kwargs: object) -> object:
         with torch._C.DisableTorchFunction():
@@ -339,7 +338,6 @@ def rotary_forward(name: str, module: Any, ops: Ops) -> Forward:
 
 
 def activation_kind(module: nn.Module) -> str | None:
-    """Its name in transformers, if it is one of ours."""
     for kind in ACTIVATIONS:
         if kind in ACT2CLS and type(module) is type(ACT2FN[kind]):
             return kind

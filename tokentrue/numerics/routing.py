@@ -25,7 +25,6 @@ from tokentrue.types import RoutedExperts, Sample
 
 
 def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The top-k routers of a model, in the order of its layers."""
     found = [
         (name, module)
         for name, module in model.named_modules()
@@ -43,8 +42,6 @@ def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @dataclass(slots=True, eq=False)
 class RoutingRecord:
-    """Filled while its `with` block runs."""
-
     layers: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
 
     @property

@@ -13,7 +13,7 @@ from tokentrue.numerics.ops import AttentionSpec, Ops, PagedBatch, same_bits
 def differing_cuts(
     function: Callable[[Tensor], Tensor], x: Tensor, cuts: Iterable[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """The `cuts` (start, count) of the rows whose results differ from the same rows of the whole."""
+    """Those (start, count) of the rows whose results differ from the same rows of the whole."""
     whole = function(x)
     for start, count in cuts:
         if not same_bits(function(x[start : start + count].clone()), whole[start : start + count]):
@@ -51,7 +51,6 @@ def paged_batch(first: int, count: int, table: Tensor, copies: int = 1) -> Paged
 def differing_runs(
     ops: Ops, q: Tensor, whole: Tensor, pages: Pages, spec: AttentionSpec, runs: Iterable[tuple[int, int]], copies: int
 ) -> list[int]:
-    """The first positions of those `runs` (first, count) where attention over pages is not `whole`."""
     differing = []
     for first, count in runs:
         queries, wanted = (x[first : first + count].repeat(copies, 1, 1) for x in (q, whole))

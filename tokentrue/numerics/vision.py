@@ -33,7 +33,6 @@ class SeenImages:
     positions: Tensor  # int64 [3,T]: time, height and width of the rotary embedding
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        """For the model's own forward under `exact`."""
         return {
             "pixel_values": torch.cat(self.pixels).to(device),
             "image_grid_thw": torch.tensor(self.grids, device=device),

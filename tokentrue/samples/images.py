@@ -22,8 +22,6 @@ def check_name(sha256: str) -> None:
 
 
 class ImageFolder:
-    """Files by hash."""
-
     def __init__(self, samples: str | Path) -> None:
         self.path = Path(f"{Path(samples).resolve()}.images")
         self._written: set[str] = set()

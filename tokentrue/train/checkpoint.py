@@ -65,8 +65,6 @@ class Store:
 
 @record
 class Progress:
-    """What a run resumes with beside its trainer, by round number."""
-
     rounds: dict[int, Groups] = field(default_factory=dict[int, Groups])
     counts: dict[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
     evaluation: JsonMapping = field(default_factory=JsonObject)
@@ -127,7 +125,7 @@ def save(trainer: Trainer, store: Store, progress: Progress, *, best: int | None
 
 
 def find_checkpoints(directory: Path) -> list[Path]:
-    """Whole ones, oldest first."""
+    """Oldest first."""
     found = directory.iterdir() if directory.is_dir() else ()
     return sorted(path for path in found if NAME.fullmatch(path.name) and (path / "state.json").exists())
 

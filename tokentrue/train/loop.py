@@ -45,8 +45,6 @@ class CountingRounds(Protocol):
 
 
 class NoRounds(Rounds):
-    """Of a rank that plays nothing."""
-
     async def play(self, number: int) -> Groups:
         return []
 

@@ -71,8 +71,6 @@ class ExactScorer:
 
 
 class PlainScorer:
-    """The model's own forward pass on right-padded rows."""
-
     is_padded = True
     tree = False
 

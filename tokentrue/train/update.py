@@ -35,7 +35,6 @@ class StepBatch:
     advantages: Sequence[float]
 
     def columns(self, numbers: Sequence[int], device: torch.device) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Rollout log-probabilities, advantages and masks of some rows."""
         chosen = [self.rows[i] for i in numbers]
         advantages = [torch.full((self.rows[i].length,), self.advantages[i], dtype=torch.float64) for i in numbers]
         return (

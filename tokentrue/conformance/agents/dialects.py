@@ -188,7 +188,6 @@ def anthropic_content(message: Message, wire: Wire) -> Any:
 
 
 def google_parts(message: Message, names: Mapping[str, str], wire: Wire) -> list[Json]:
-    """`names` are those of the functions, by call."""
     images = [image_part(image, GOOGLE) for image in message.images]
     if message.role == "tool":
         result: Json = {"id": message.answers, "name": names.get(message.answers, "unknown")}

@@ -71,7 +71,6 @@ class Engine:
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
-        """Also what it holds back is ended."""
         self._is_stopping = True
         await self._runner.cleanup()
 

@@ -101,8 +101,6 @@ class Generation:
 
 
 class Writer:
-    """Random outputs for one case."""
-
     WORDS: ClassVar[Sequence[str]] = (
         "the", "shelf", "door", "café", "東京", "слово", "🧪", "x=1;", '"quoted"', "\\back", "[1, 2]", "tokenization",
         "ok",

@@ -42,7 +42,6 @@ class Vocabulary:
         return AutoTokenizer.from_pretrained(str(self.folder))
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """The prompt as an engine renders it that is sent messages."""
         return self._chat.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
 
     def expand_images(

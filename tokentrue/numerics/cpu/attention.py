@@ -241,7 +241,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSp
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """One sequence, each query over all keys."""
     length = q.shape[0]
     padded = (F.pad(x, (0, 0, 0, 0, 0, up_to(length, KEYS) - length))[None] for x in (q, k, v))
     return PackedAttention.apply(*padded, None, spec, length)[0, :length]  # pyright: ignore
