@@ -8,7 +8,7 @@ import json
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -385,14 +385,20 @@ async def two_sessions(play: Play) -> None:
 
 
 Case = Callable[[Play], Awaitable[None]]
+
+
+def by_name(*cases: Callable[[Play], Coroutine[Any, Any, None]]) -> Mapping[str, Case]:
+    return {case.__name__: case for case in cases}
+
+
 CASES: Mapping[int, Mapping[str, Case]] = {
-    0: {"answer": answer},
+    0: by_name(answer),
     1: {
         "sound": lossy(fields={"temperature": 0.7}),
         "default_temperature": lossy(fields={"temperature": None}),
         "filters": filters,
     },
-    2: {"once": once, "several": several, "sessions": sessions},
+    2: by_name(once, several, sessions),
     3: {
         "verbatim": lossy(),
         "reasoning_dropped": lossy(losses=Losses(reasoning=True), wire=Wire(empty="empty")),
@@ -410,17 +416,10 @@ CASES: Mapping[int, Mapping[str, Case]] = {
         "clock": habit(tell_time),
     },
     4: {"shown": lossy(stream=True), "first_token": first_token, "cut": cut},
-    5: {
-        "engine_error": engine_error,
-        "engine_refuses": engine_refuses,
-        "disconnect": disconnect,
-        "duplicate": duplicate,
-        "out_of_order": out_of_order,
-        "kill": kill,
-    },
+    5: by_name(engine_error, engine_refuses, disconnect, duplicate, out_of_order, kill),
     6: {"versions": habit(new_weights, versions=True), "mid_turn": mid_turn},
-    7: {"injection": injection},
-    8: {"audit": audit},
+    7: by_name(injection),
+    8: by_name(audit),
     9: {
         "user": show((2, 2)),
         "result": show((2, 2), at=1),

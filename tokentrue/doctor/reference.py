@@ -52,13 +52,8 @@ class Observation:
             token in top and abs(top[token] - value) > 1e-6 for token, value, top in pairs
         ):
             tops = ()  # the lists say something else than the values: only those reach a trainer
-        return Observation(
-            token_ids=ids,
-            positions=tuple(range(sent, len(ids))),
-            logprobs=completion.logprobs,
-            prompt_tokens=sent,
-            tops=tops,
-        )
+        positions, logprobs = tuple(range(sent, len(ids))), completion.logprobs
+        return Observation(token_ids=ids, positions=positions, logprobs=logprobs, prompt_tokens=sent, tops=tops)
 
     @staticmethod
     def from_prompt(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> Observation:

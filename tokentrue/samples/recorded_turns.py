@@ -125,26 +125,25 @@ def read_sealed_record(sample: Sample) -> SealedRecord:
 
 
 def node_rows(path: Sequence[Node]) -> list[JsonObject]:
-    rows, defaults = list[JsonObject](), Sampling()
-    for node in path:
-        settings = {name: getattr(node.sampling, name) for name in _SHAPING}
-        rows.append(
-            {
-                "node": node.id,
-                "given": len(node.given_ids),
-                "sampled": len(node.sampled_ids),
-                "chain": node.chain.hex(),
-                "versions": [[span.start, span.end, span.version] for span in node.versions],
-                "finish": node.finish.value,
-                "why": node.edge_reason,
-                "projection": node.projection,
-                "temperature": node.sampling.temperature,
-                "sampling": {name: value for name, value in settings.items() if value != getattr(defaults, name)},
-                "prompt_sha256": node.prompt_digest.hex(),
-                **({"copies": [list(copy) for copy in node.copies]} if node.copies else {}),
-            }
-        )
-    return rows
+    return list(map(_node_row, path))
+
+
+def _node_row(node: Node) -> JsonObject:
+    settings, defaults = {name: getattr(node.sampling, name) for name in _SHAPING}, Sampling()
+    return {
+        "node": node.id,
+        "given": len(node.given_ids),
+        "sampled": len(node.sampled_ids),
+        "chain": node.chain.hex(),
+        "versions": [[span.start, span.end, span.version] for span in node.versions],
+        "finish": node.finish.value,
+        "why": node.edge_reason,
+        "projection": node.projection,
+        "temperature": node.sampling.temperature,
+        "sampling": {name: value for name, value in settings.items() if value != getattr(defaults, name)},
+        "prompt_sha256": node.prompt_digest.hex(),
+        **({"copies": list(map(list, node.copies))} if node.copies else {}),
+    }
 
 
 def seal(sample: Sample) -> str:

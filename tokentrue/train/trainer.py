@@ -170,19 +170,12 @@ class Trainer:
 
     def plan(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[Minibatch]:
         self.prove_tree()
-        return plan_minibatches(
-            rows,
-            self.find_trained(rows, advantages),
-            Packing(
-                budget=self.config.micro_tokens,
-                padded=self.scorer.is_padded,
-                rank=self.ranks.rank,
-                world=self.ranks.world,
-                tree=self.scorer.tree,
-            ),
-            parts=self.config.minibatches,
-            shuffle_seed=(self.config.seed, self.version) if self.config.shuffle else None,
-        )
+        config, ranks, scorer = self.config, self.ranks, self.scorer
+        budget = config.micro_tokens
+        packing = Packing(budget=budget, padded=scorer.is_padded, rank=ranks.rank, world=ranks.world, tree=scorer.tree)
+        is_trained = self.find_trained(rows, advantages)
+        seed = (config.seed, self.version) if config.shuffle else None
+        return plan_minibatches(rows, is_trained, packing, parts=config.minibatches, shuffle_seed=seed)
 
     @torch.no_grad()
     def prove_tree(self) -> None:

@@ -36,17 +36,17 @@ class EngineWire:
         return {**answers[0], "choices": [{**one["choices"][0], "index": at} for at, one in enumerate(answers)]}
 
     def rows(self, generation: Generation, first: int, count: int) -> list[Json]:
-        pairs = zip(generation.sampled[first:count], generation.logprobs[first:count], strict=True)
-        return [
-            {
+        def row(token: int, value: float) -> Json:
+            text = list(self.vocabulary.text([token]).encode())
+            return {
                 "token": f"token_id:{token}",
                 "token_id": token,
                 "logprob": value,
-                "bytes": list(self.vocabulary.text([token]).encode()),
+                "bytes": text,
                 "top_logprobs": [],
             }
-            for token, value in pairs
-        ]
+
+        return list(map(row, generation.sampled[first:count], generation.logprobs[first:count]))
 
     def envelope(self, generation: Generation, kind: str, choice: Json, finish: Finished | None) -> Json:
         if finish is not None:
