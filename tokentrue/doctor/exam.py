@@ -8,10 +8,12 @@ import random
 import re
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import ParamSpec
+
+from msgspec import Struct
 
 from tokentrue.doctor.findings import Finding, cannot_tell
 from tokentrue.doctor.naming import Evidence
@@ -62,8 +64,7 @@ class EngineRoutes:
             await self._http.close()
 
 
-@dataclass(slots=True, kw_only=True)
-class Examination:
+class Examination(Struct, kw_only=True):
     """The first probes add what they observe, which later ones use."""
 
     provider: Provider
@@ -76,11 +77,11 @@ class Examination:
     previous: str | Path | None = None
     max_tokens: int = 40
     seed: int = 7
-    observations: list[Observation] = field(default_factory=list[Observation])
-    uncertain: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # prompts with an uncertain next id
+    observations: list[Observation] = []
+    uncertain: list[tuple[int, ...]] = []  # prompts with an uncertain next id
     evidence: Evidence | None = None  # of `observations`
     prompt_evidence: Evidence | None = None
-    tops: list[Mapping[int, float]] = field(default_factory=list[Mapping[int, float]])  # at `open_prompts`, T = 1
+    tops: list[Mapping[int, float]] = []  # at `open_prompts`, T = 1
 
     @property
     def visible(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import pairwise
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -92,11 +93,10 @@ class Observation:
         )
 
 
-@dataclass(slots=True)
-class Change:
-    values: dict[str, Any] = field(default_factory=dict[str, Any])  # parameters, buffers and attributes
-    before: list[Callable[[Any, Any], tuple[Any, Any]]] = field(default_factory=list[Any])  # of args, keyword arguments
-    after: list[Callable[[Any, Any], Any]] = field(default_factory=list[Any])  # of args, output
+class Change(Struct):
+    values: dict[str, Any] = {}  # parameters, buffers and attributes
+    before: list[Callable[[Any, Any], tuple[Any, Any]]] = []  # of args, keyword arguments
+    after: list[Callable[[Any, Any], Any]] = []  # of args, output
 
 
 class Trial:
