@@ -566,7 +566,7 @@ def _list_settings(model: Any, config: Any) -> Rows:
     queries = {at: getattr(one, "q_norm", None) or one.q_proj for at, one in _having(model, "q_proj", "k_proj").items()}
     layers = _find(model, LAYERS)
     split = _having(model, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-    after = "the residual is taken after the norm (1: attention, 2: MLP, 3: both), or the MLP sees no attention (4)"
+    after = "residual taken after the norm (1: attention, 2: MLP, 3: both), or an MLP that does not see attention (4)"
     return (
         ("attention_scale", "attention scores times {x:.4g}", _at(_having(model, "scaling"), _set("scaling", mul)), (*FAR, 8.0), "real"),
         ("attention_scale", "queries grow with the position ÷ {x:.0f}", _at(queries, _out(_grow)), (8, 16, 32, 64, 8192), "whole"),
@@ -635,8 +635,8 @@ def _list_ropes(model: Any, config: Any) -> Rows:
         return tuple((each * own.attention_scaling).expand_as(out[0]) for each in (angles.cos(), angles.sin()))
 
     for name, to in NARROW.items():
-        table = lambda inputs, out, x, to=to: tuple(to(one) for one in out)  # noqa: E731
-        yield "rope", f"cosines and sines in {name}", _at({"": own}, _out(table, is_whole=True))
+        table = _out(lambda inputs, out, x, to=to: tuple(map(to, out)), is_whole=True)
+        yield "rope", f"cosines and sines in {name}", _at({"": own}, table)
         yield "rope", f"angles of rotation in {name}", _at({"": own}, _out(partial(turn, to), is_whole=True))
     stop = lambda one, trial, x: trial.give(one, "position_embeddings", still)  # noqa: E731
     yield "rope", "queries and keys are not turned", _at(_having(model, "q_proj", "k_proj"), stop), LOCAL
@@ -657,8 +657,8 @@ def _list_activations(model: nn.Module, config: Any) -> Rows:
     others = {"quick GELU": lambda z: z * torch.sigmoid(1.702 * z), "squared ReLU": lambda z: z.relu().square()}
     owners = {at: one.act_fn for at, one in _having(model, "act_fn").items()}
     for words, act in ({str(act): act for act in acts} | others).items():
-        change = lambda inputs, output, x, act=act: act(inputs[0])  # noqa: E731
-        yield "activation", f"{words} as activation", _at(owners, _out(change))
+        change = _out(lambda inputs, output, x, act=act: act(inputs[0]))
+        yield "activation", f"{words} as activation", _at(owners, change)
     # Gated units: of the value before the activation, and of the one that it is multiplied by.
     plain, top, both = lambda z, x: z, lambda z, x: z.clamp(max=x), lambda z, x: z.clamp(-x, x)
     sizes, mlps = [0.25 * 2 ** (n / 2) for n in range(15)], _having(model, "gate_proj", "up_proj")
@@ -707,8 +707,8 @@ def _list_experts(model: nn.Module, config: Any) -> Rows:
     shares = lambda z: z.sigmoid() / z.sigmoid().sum(-1, keepdim=True)  # noqa: E731
     ways = {"sigmoids": torch.sigmoid, "normalised sigmoids": shares, "equal": lambda z: z * 0 + 1 / own}
     for words, by in ways.items():
-        change = lambda inputs, out, x, by=by: (out[0], by(out[0].gather(-1, out[2])), out[2])  # noqa: E731
-        yield "expert_weights", f"expert weights: {words}", _at(routers, _out(change, is_whole=True))
+        change = _out(lambda inputs, out, x, by=by: (out[0], by(out[0].gather(-1, out[2])), out[2]), is_whole=True)
+        yield "expert_weights", f"expert weights: {words}", _at(routers, change)
     for dtype in (torch.bfloat16, torch.float16):
         yield "router_dtype", f"the router in {dtype}", _at(routers, partial(_narrow_router, dtype)), ROUNDING
     if count > 16:
