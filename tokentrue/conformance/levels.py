@@ -34,7 +34,7 @@ def habit(
     how: Callable[[int], Mapping[str, Any]] = lambda number: {},
     **judge: bool,
 ) -> Case:
-    """A tool loop: before each turn, `change` makes the conversation that is sent; `how` says how."""
+    """A tool loop: before each turn, `change` makes the conversation that is sent; `how` says how it is asked."""
 
     async def run(play: Play) -> None:
         messages = play.opening()
@@ -264,7 +264,7 @@ async def out_of_order(play: Play) -> None:
 
 
 async def kill(play: Play) -> None:
-    """Between two turns: after a new start the answered turns are still there."""
+    """The process is killed between two turns: after a new start the answered turns are still there."""
     if play.bench.process is None:
         raise Stop
     messages = await play.turn(play.opening())
@@ -335,7 +335,7 @@ async def audit(play: Play) -> None:
 
 
 def tamper(text: str, row: Row, column: str) -> str:
-    """With one trained token's id or log-probability changed, wherever the file holds that row."""
+    """The file with one trained token's id or log-probability changed, wherever it holds that row."""
     at = list(row.mask).index(1)
 
     def change(value: Any) -> Any:

@@ -182,7 +182,7 @@ class Play:
         return plan
 
     async def ask(self, messages: Sequence[Message], *, output: Output | None = None, **how: Any) -> Message:
-        """Must be answered, with what the engine sampled."""
+        """A request that must be answered, with what the engine sampled."""
         self.bench.engine.plans[""].clear()
         plan, start = self.plan(output), len(self.log)
         try:
@@ -200,7 +200,7 @@ class Play:
     def serve(
         self, messages: Sequence[Message], heard: Heard, plans: Sequence[Plan], start: int, *, streamed: bool = False
     ) -> list[Message]:
-        """One answer per plan, after the rules about what an agent is shown."""
+        """The answers, one per plan, after the rules about what an agent is shown."""
         if heard.status != 200:
             raise self.stop("0.1", f"a good request got {heard.status}: {brief_json(heard.whole)}")
         if streamed and heard.whole is not None:
@@ -250,7 +250,7 @@ class Play:
 
     # The record.
     async def rows(self) -> Sequence[Row]:
-        """Once all that was served is in them, or the gateway had time to write it."""
+        """The rows, once all that was served is in them or the gateway had time to write it."""
         served = [turn.generation for turn in self.served]
         oracle, loop = Oracle(self.log), asyncio.get_running_loop()
         end = loop.time() + self.target.settle_s

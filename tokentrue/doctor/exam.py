@@ -155,7 +155,7 @@ class Examination(Struct, kw_only=True):
         return [self.render(text) for text in QUESTIONS]
 
     def open_prompts(self) -> list[tuple[int, ...]]:
-        """After which several tokens are likely, where such are known."""
+        """Prompts after which several tokens are likely; where none is known, the plain ones."""
         return self.uncertain or self.prompts()
 
     def long_prompt(self, tokens: int = 400) -> tuple[int, ...]:
@@ -183,7 +183,7 @@ class Examination(Struct, kw_only=True):
 
 
 def probe(name: str) -> Callable[[Callable[P, Awaitable[Finding]]], Callable[P, Awaitable[Finding]]]:
-    """Where the engine refuses what a probe asks, it cannot tell."""
+    """A probe of this name. Where the engine refuses what it asks, it cannot tell."""
 
     def wrap(ask: Callable[P, Awaitable[Finding]]) -> Callable[P, Awaitable[Finding]]:
         @functools.wraps(ask)

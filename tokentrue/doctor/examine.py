@@ -33,8 +33,8 @@ async def examine(
     samples: Sequence[Sample] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> DoctorReport:
-    """`dtype`: what the engine should compute in, by default what the model was saved in; with `engine_model`, its own
-    module, the first layer that differs is looked for."""
+    """Runs every probe. `dtype`: what the engine should compute in, by default what the model was saved in; with
+    `engine_model`, its own module, the first layer that differs is looked for."""
     exam = Examination(
         provider=provider,
         routes=routes or EngineRoutes(),

@@ -390,7 +390,7 @@ def _put_all(places: Mapping[str, Place], to: Callable[[Tensor, float], Tensor],
 
 
 def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> Iterator[Hypothesis]:
-    """Of the same run: in all of the model, in parts, or for some of the tokens."""
+    """Those of the same run that the user gave: in all of the model, in parts, or for some of the tokens."""
     if reference.adapter is not None:
         units: dict[str, Apply] = {}
         for name, by in ref.adapter_deltas(reference.model, reference.adapter).items():

@@ -279,7 +279,7 @@ def is_confirmed(data: Evidence, fit: Fit) -> bool:
 
 
 def has_more(data: Evidence, best: Fit, fits: Sequence[Fit]) -> bool:
-    """What the cause leaves contains another one: then it is not the whole cause."""
+    """Whether what the cause leaves contains another one: then it is not the whole cause."""
     if data.size(best.residual, data.held) <= data.honest:
         return False
     for one in fits:
@@ -471,7 +471,7 @@ def _sampled(seen: Observation, x: float) -> tuple[int, int]:
 
 
 def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
-    """Over all tokens, best first; each hypothesis is tried on few tokens first."""
+    """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
     few, more = (Tokens(data, least) for least in ((24, 100) if data.is_exact else (80, 160)))
     every = Tokens(data, 10**9)
     visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())

@@ -83,7 +83,7 @@ class Observation:
         return not self.positions or self.positions[0] < self.prompt_tokens
 
     def edit(self, start: int, drop: int, insert: tuple[int, ...] = ()) -> Observation:
-        """After a change of the prompt; a position that loses its context has the next one."""
+        """The observation after a change of the prompt; a position that loses its context has the next one."""
         end, by = start + drop, len(insert) - drop
         return replace(
             self,
@@ -158,8 +158,8 @@ class Trial:
         self._change(attention).before.append(mask)
 
     def round_modules(self, dtype: torch.dtype) -> None:
-        """What every module returns; sums between modules and rotary tables stay in float32, as fused kernels keep
-        them."""
+        """Rounds what every module returns; sums between modules and rotary tables stay in float32, as fused kernels
+        keep them."""
 
         def rounded(inputs: Any, output: Any) -> Any:
             return output.to(dtype).float() if isinstance(output, Tensor) and output.is_floating_point() else output

@@ -120,14 +120,14 @@ class Core:
         self.scheduler.add(request)
 
     def version_of(self, request: Request) -> int:
-        """Of the weights that sample the next token: the adapter's if that has one."""
+        """The version of the weights that sample the next token: the adapter's if that has one."""
         adapter = self.adapters.get(request.adapter) if request.adapter is not None else None
         return self.version if adapter is None or adapter.version is None else adapter.version
 
     # ---- weights
     def load(self, weights: Weights, version: int) -> None:
-        """Between two steps, and drops all cached keys and values: every later log-probability uses the new weights
-        over its whole context."""
+        """Loads weights between two steps and drops all cached keys and values: every later log-probability uses the
+        new weights over its whole context."""
         self.drain()
         self.scheduler.restart()
         try:
@@ -255,7 +255,7 @@ class Core:
         self.notify(request, 1)
 
     def take_run(self, request: Request, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Consecutive sampled tokens of a decoding request without filters; drops those after its end."""
+        """Takes consecutive sampled tokens of a decoding request without filters; drops those after its end."""
         if request.sampling.stop:  # text is read token by token
             for token, logprob in zip(ids, logprobs, strict=True):
                 if request.phase is Phase.RUNNING:
@@ -283,7 +283,7 @@ class Core:
             self.end(request, Finish.LENGTH)
 
     def stop_string(self, request: Request) -> str | None:
-        """Completed by the newest token; searches as many tokens as the longest one has bytes."""
+        """The stop string that the newest token completes; searches as many tokens as the longest one has bytes."""
         stops = request.sampling.stop
         if not stops or self.read is None:
             return None

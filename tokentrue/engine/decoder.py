@@ -323,7 +323,7 @@ def read_mlp(name: str, mlp: Any) -> Dense | Callable[[Tensor], Tensor]:
 
 
 def merge(*linears: nn.Linear) -> Product:
-    """Into one tensor; the modules keep views of it, so loading into them loads here."""
+    """Merges all weights into one tensor; the modules keep views of it, so loading into them loads here."""
     with torch.no_grad():
         weight = torch.cat([m.weight.data for m in linears])
         bias = None if linears[0].bias is None else torch.cat([m.bias.data for m in linears])

@@ -67,7 +67,7 @@ def load_weights(model: nn.Module, source: Weights) -> None:
 
 
 def checked_weights(targets: Mapping[str, Tensor], source: Weights, model: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Raises at the end if some are missing."""
+    """Raises at the end if some weights are missing."""
     if isinstance(source, str | Path):
         source = read_directory(Path(source), targets, model)
     if isinstance(source, Mapping):
@@ -110,7 +110,7 @@ def target_of(targets: Mapping[str, Tensor], name: str, value: Any) -> Tensor:
 
 
 def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Mapping[str, Any]:
-    """Directly if the names are the model's, else through transformers' conversion."""
+    """Reads safetensors directly if the names are the model's, else through transformers' conversion."""
     from safetensors import safe_open
 
     files = sorted(path.glob("*.safetensors"))

@@ -201,7 +201,7 @@ def scaled_logits_of(
 def logits_gradient(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, grads: Tensor, settings: HeadSettings
 ) -> Tensor:
-    """[R, V], with respect to the logits, of the scores' sum, each weighted by its gradient."""
+    """[R, V]: gradient with respect to the logits of the scores' sum, each weighted by its gradient."""
     scaled, bent = scaled_logits_of(hidden, weight, bias, settings)
     gradient = settings.ops.logits_gradient(scaled, ids, grads[:, :2].contiguous(), entropy=settings.entropy)
     if settings.more_ids is not None:  # of log p_v: 1 at v, less p everywhere
@@ -296,7 +296,7 @@ def scoring_head(
     model: Any, targets_BR: Tensor, temperature: float | Tensor, entropy: bool, kept: KeptRows | None = None,
     more_ids: Tensor | None = None, chosen: Sequence[Tensor] | None = None,
 ) -> Iterator[list[Tensor]]:  # fmt: skip
-    """The output head returns scores [B,R,2+K] instead of logits (inside forward, for FSDP2)."""
+    """While the block runs, the output head returns scores [B,R,2+K] instead of logits (inside forward, for FSDP2)."""
     state: State = model.__dict__[STATE]
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     if not isinstance(head, nn.Linear):

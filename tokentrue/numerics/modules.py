@@ -114,7 +114,7 @@ class ExactAngles(TorchFunctionMode):
 
 
 def replace_attribute(module: nn.Module, name: str, value: object, undo: ExitStack) -> None:
-    """On the object, bypassing `nn.Module.__setattr__`; `undo` restores it."""
+    """Sets it on the object, bypassing `nn.Module.__setattr__`; `undo` restores it."""
     if name in module.__dict__:
         undo.callback(object.__setattr__, module, name, module.__dict__[name])
     else:
@@ -171,7 +171,7 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
 
 
 def computes(name: str, module: nn.Module) -> bool:
-    """A module without an exact form has code; raises if that code may not be exact."""
+    """Whether a module without an exact form has code; raises if that code may not be exact."""
     parameters = [name for name, value in module.named_parameters(recurse=False) if value is not None]
     what = f"{name} ({type(module).__name__}) has no exact form"
     sinks_alone = parameters == ["sinks"] and hasattr(module, "o_proj")  # they reach `exact_attention` as `s_aux`
@@ -372,7 +372,7 @@ def experts_forward(name: str, module: Any, ops: Ops) -> Forward:
 
 
 def expert_activation(module: Any) -> str | ClampedSwiglu | None:
-    """Between an expert's products; None if unknown. Checks a clamped gate against the module's code."""
+    """The function between an expert's products; None if unknown. Checks a clamped gate against the module's code."""
     if not hasattr(module, "limit") or not hasattr(module, "_apply_gate"):
         return activation_kind(getattr(module, "act_fn", nn.Identity()))
     act = ClampedSwiglu(alpha=module.alpha, limit=module.limit)

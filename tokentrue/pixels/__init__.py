@@ -1,5 +1,5 @@
 """The pixels of images, and what a model's forward takes for them. Equal ids do not mean equal pixels: another backend,
-library version or setting changes most values. So no processor but the recorded one computes pixels.
+library version or setting changes most values. So only the recorded processor computes pixels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Audits exported samples from the file alone: certificates, masks, log-probabilities, prefix identity, coverage.
 
-A passing file is undamaged; that nobody rewrote it entirely shows only `certificate.chain` beside the one that the
-gateway reported.
+A passing file is undamaged. To see that nobody rewrote it entirely, compare `certificate.chain` with the gateway's.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _NAME = re.compile("[0-9a-f]{64}")
 
 
 def check_name(sha256: str) -> None:
-    """It is from a file or a server: it must not lead out of the folder."""
+    """A sample is from a file or a server: its names must not lead out of the folder."""
     if not _NAME.fullmatch(sha256):
         raise AuditError(f"{sha256[:80]!r} is no SHA-256 of an image")
 

@@ -97,6 +97,7 @@ def scoring_temperatures(sample: Sample, default: float = 1.0) -> list[float]:
 _SHAPING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "extra",
 )  # fmt: skip
+_DEFAULTS = Sampling()
 
 
 class NodeRow(msgspec.Struct, kw_only=True):
@@ -129,7 +130,7 @@ def node_rows(path: Sequence[Node]) -> list[JsonObject]:
 
 
 def _node_row(node: Node) -> JsonObject:
-    settings, defaults = {name: getattr(node.sampling, name) for name in _SHAPING}, Sampling()
+    settings = {name: getattr(node.sampling, name) for name in _SHAPING}
     return {
         "node": node.id,
         "given": len(node.given_ids),
@@ -140,7 +141,7 @@ def _node_row(node: Node) -> JsonObject:
         "why": node.edge_reason,
         "projection": node.projection,
         "temperature": node.sampling.temperature,
-        "sampling": {name: value for name, value in settings.items() if value != getattr(defaults, name)},
+        "sampling": {name: value for name, value in settings.items() if value != getattr(_DEFAULTS, name)},
         "prompt_sha256": node.prompt_digest.hex(),
         **({"copies": list(map(list, node.copies))} if node.copies else {}),
     }

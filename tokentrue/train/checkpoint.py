@@ -125,7 +125,7 @@ def save(trainer: Trainer, store: Store, progress: Progress, *, best: int | None
 
 
 def find_checkpoints(directory: Path) -> list[Path]:
-    """Oldest first."""
+    """Whole checkpoints, oldest first."""
     found = directory.iterdir() if directory.is_dir() else ()
     return sorted(path for path in found if NAME.fullmatch(path.name) and (path / "state.json").exists())
 
@@ -157,7 +157,7 @@ def not_whole(path: Path, why: str) -> FileFormatError:
 
 
 def load(trainer: Trainer, path: Path, store: Store) -> Progress:
-    """Weights, moments and counters, bit for bit. Every rank calls it."""
+    """Puts weights, moments and counters in place, bit for bit. Every rank calls it."""
     state = read_state(path, store)
     require_digests(path, state.get("digests", {}), trainer.ranks)
     try:

@@ -108,7 +108,7 @@ class Evaluator:
         return bool(self.config.every) and version % self.config.every == 0
 
     def is_missing(self, version: int) -> bool:
-        """The evaluation of a resumed version was interrupted, or that of version 0 has not run."""
+        """Whether the evaluation of a resumed version was interrupted, or that of version 0 has not run."""
         return self.is_due(version) and (not version if self._newest is None else self._newest < version)
 
     def state(self) -> dict[str, float | int]:

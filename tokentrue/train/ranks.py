@@ -56,7 +56,7 @@ class Ranks:
                 raise EngineError(f"rank {rank} could not {doing}: {words}")
 
     async def together(self, work: Awaitable[T], doing: str) -> T:
-        """When all ranks have ended their work; they also fail together."""
+        """This rank's result, when all ranks have ended their work; they also fail together."""
         trouble, found = None, list[T]()
         try:
             found.append(await work)
@@ -74,7 +74,7 @@ class Ranks:
         return box[0]
 
     async def meet(self) -> None:
-        """When every rank has called it, however long that takes: a collective would time out."""
+        """Returns when every rank has called it, however long that takes: a collective would time out."""
         if self.world == 1 or self.store is None:
             return
         key = f"meeting-{next(self._meetings)}"

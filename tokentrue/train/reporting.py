@@ -71,8 +71,8 @@ def step_mismatch(found: Metrics) -> dict[str, float]:
 
 
 def find_falling(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """For watched metrics of which four fifths of the pairs of the last steps fall, and the last five are below half of
-    the first five."""
+    """A line for each watched metric of which four fifths of the pairs of the last steps fall, and the last five are
+    below half of the first five."""
     if len(rows) < FALL_STEPS or len(rows) % (FALL_STEPS // 2):  # no line for every step of a fall
         return []
     lines: list[str] = []

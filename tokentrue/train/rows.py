@@ -176,7 +176,7 @@ def list_sessions(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def is_truncated(row: Row) -> bool:
-    """A turn ended at its limit of tokens. Old files name the last turn's end alone."""
+    """Whether a turn ended at its limit of tokens. Old files name the last turn's end alone."""
     return row.sample.finish_reason == Finish.LENGTH or any(
         turn.row.finish == Finish.LENGTH for turn in read_turns(row.sample)
     )

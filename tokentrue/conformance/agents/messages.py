@@ -63,7 +63,7 @@ class Losses:
 
 
 def lose(messages: Sequence[Message], losses: Losses, rng: random.Random) -> list[Message]:
-    """As a lossy harness sends it back. The client's own messages stay as they are."""
+    """The conversation as a lossy harness sends it back. The client's own messages stay as they are."""
     renamed: dict[str, str] = {}
 
     def lose_call(call: Call) -> Call:
