@@ -115,7 +115,7 @@ def first_difference(reference: nn.Module, other: nn.Module, ids: Sequence[int],
 
 @torch.no_grad()
 def record_outputs(model: nn.Module, ids: Sequence[int]) -> dict[str, Tensor]:
-    """Of every module without children, in the order of execution."""
+    """Those of every module without children, in the order of execution."""
     outputs: dict[str, Tensor] = {}
 
     def record(module: nn.Module, inputs: Any, output: Any, *, name: str) -> None:

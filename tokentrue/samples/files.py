@@ -150,7 +150,7 @@ def read_sound_samples(path: str | Path, *, trust: bool = False) -> list[Sample]
 
 
 def require_model(samples: Sequence[Sample], *, model: str, tokenizer: str | None, vocabulary: int) -> None:
-    """By the hash of its tokenizer (None if it has none) and the number of its embeddings."""
+    """Compares the hash of its tokenizer (None if it has none) and the number of its embeddings."""
     for sample in samples:
         recorded, why = sample.certificate.tokenizer, ""
         columns = (sample.sampling_mask, sample.top_logprobs)

@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 @record
 class Ranks:
-    """This process among those of torchrun. `store` carries words between ranks without a collective."""
+    """This process among those of torchrun; a world of 1 without it. `store` carries words between ranks without a
+    collective."""
 
     rank: int = 0
     world: int = 1

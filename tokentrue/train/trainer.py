@@ -153,7 +153,7 @@ class Trainer:
             return self.scorer(self.model, [row]).logprobs[0]
 
     def gradient(self, groups: Sequence[Sequence[Sample]]) -> tuple[Tensor, dict[str, float]]:
-        """Flat, of the whole batch, without a step; and its metrics."""
+        """The flat gradient of the whole batch, without a step, and its metrics."""
         with self.scoring():
             batch = self.recompute(self.rows(groups))
             (part,) = batch.parts

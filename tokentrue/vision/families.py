@@ -162,7 +162,7 @@ def read_config(directory: Path | None) -> JsonMapping:
 
 
 def list_placeholder_ids(config: JsonMapping) -> tuple[int, ...]:
-    """That mean "here is an image" (video, sound). A model must not sample one: nothing belongs to it."""
+    """Ids that mean "here is an image" (video, sound). A model must not sample one: nothing belongs to it."""
     names = [f"{kind}_token_{end}" for kind in _KINDS for end in ("id", "index")]
     return tuple(dict.fromkeys(config[name] for name in names if isinstance(config.get(name), int)))
 
