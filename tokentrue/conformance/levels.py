@@ -8,7 +8,7 @@ import json
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,6 @@ async def several(play: Play) -> None:
 
 
 async def sessions(play: Play) -> None:
-    """Two sessions with the same opening, turn by turn."""
     other = Play(play.bench, play.dialect, play.turns, f"{play.seed}/other")
     await other.open()
     ours = theirs = play.opening()
@@ -155,7 +154,6 @@ async def first_token(play: Play) -> None:
 
 
 async def _wait_for_text(heard: Heard, wait_s: float) -> bool:
-    """Whether some of the answer arrives within this time."""
     end = time.monotonic() + wait_s
     while time.monotonic() < end:
         if is_shown(heard.events):
@@ -196,7 +194,7 @@ async def engine_refuses(play: Play) -> None:
 
 
 async def _hear_failure(play: Play, messages: Sequence[Message], **how: Any) -> Heard | None:
-    """None where the connection was closed, which is a failure that an agent sees."""
+    """None where the connection was closed, which an agent sees."""
     try:
         return await asyncio.wait_for(play.post(messages, **how), 10 * WAIT_S)
     except TimeoutError:
@@ -232,7 +230,7 @@ async def disconnect(play: Play) -> None:
 
 
 async def duplicate(play: Play) -> None:
-    """A retry of an SDK: the same body under the same key gets the same answer, or another one that is recorded too."""
+    """A retry of an SDK: the same body under the same key gets the same answer, or another that is recorded too."""
     messages = await play.turn(play.opening())
     headers = {"idempotency-key": f"conformance-{play.rng.getrandbits(64):x}"}
     first = await play.ask(messages, headers=headers)
@@ -266,7 +264,7 @@ async def out_of_order(play: Play) -> None:
 
 
 async def kill(play: Play) -> None:
-    """The process is killed between two turns and started again: the answered turns are still there."""
+    """The process is killed between two turns: after a new start the answered turns are still there."""
     if play.bench.process is None:
         raise Stop
     messages = await play.turn(play.opening())
@@ -293,7 +291,6 @@ async def new_weights(play: Play, messages: list[Message], number: int) -> list[
 
 
 async def mid_turn(play: Play) -> None:
-    """The weights change while the engine samples."""
     output, messages = play.output(calls=0), play.opening()
     plan = play.plan(output, version="4", next_version="5", after=len(output.ids) // 2)
     play.serve(messages, await play.post(messages, stream=True), [plan], 0, streamed=True)
@@ -374,13 +371,11 @@ def encode_again(image: bytes) -> bytes:
 
 
 def swap(image: bytes) -> bytes:
-    """Another picture of the same size."""
     red, green, blue = see_picture(image)[1]
     return draw_picture((green, blue, 255 - red))
 
 
 async def two_sessions(play: Play) -> None:
-    """The same picture in a session, and in one after it."""
     await show((2, 2))(play)
     play.foreign = {turn.generation.number for turn in play.served}
     play.served.clear()
@@ -390,14 +385,20 @@ async def two_sessions(play: Play) -> None:
 
 
 Case = Callable[[Play], Awaitable[None]]
+
+
+def by_name(*cases: Callable[[Play], Coroutine[Any, Any, None]]) -> Mapping[str, Case]:
+    return {case.__name__: case for case in cases}
+
+
 CASES: Mapping[int, Mapping[str, Case]] = {
-    0: {"answer": answer},
+    0: by_name(answer),
     1: {
         "sound": lossy(fields={"temperature": 0.7}),
         "default_temperature": lossy(fields={"temperature": None}),
         "filters": filters,
     },
-    2: {"once": once, "several": several, "sessions": sessions},
+    2: by_name(once, several, sessions),
     3: {
         "verbatim": lossy(),
         "reasoning_dropped": lossy(losses=Losses(reasoning=True), wire=Wire(empty="empty")),
@@ -415,17 +416,10 @@ CASES: Mapping[int, Mapping[str, Case]] = {
         "clock": habit(tell_time),
     },
     4: {"shown": lossy(stream=True), "first_token": first_token, "cut": cut},
-    5: {
-        "engine_error": engine_error,
-        "engine_refuses": engine_refuses,
-        "disconnect": disconnect,
-        "duplicate": duplicate,
-        "out_of_order": out_of_order,
-        "kill": kill,
-    },
+    5: by_name(engine_error, engine_refuses, disconnect, duplicate, out_of_order, kill),
     6: {"versions": habit(new_weights, versions=True), "mid_turn": mid_turn},
-    7: {"injection": injection},
-    8: {"audit": audit},
+    7: by_name(injection),
+    8: by_name(audit),
     9: {
         "user": show((2, 2)),
         "result": show((2, 2), at=1),
@@ -436,6 +430,6 @@ CASES: Mapping[int, Mapping[str, Case]] = {
     },
 }
 ONE_DIALECT = {"kill", "audit", "several"}
-"""Cases that do not depend on the dialect, or that only chat has: they are run in the first one."""
+"""Cases that do not depend on the dialect, or that only chat has."""
 FEWEST_ROWS = {"retry": 2, "fork": 2, "compaction": 2, "sub_agents": 2, "tools_a_b": 2, "clock": 1 << 30}
 """Rows that are enough for a habit, where it is not 1."""

@@ -1,8 +1,8 @@
-"""The judge: rows to train on against the engine's log. It knows ids, log-probabilities and nothing of a gateway."""
+"""The judge: rows to train on against the engine's log, without knowledge of a gateway."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -15,15 +15,15 @@ from tokentrue.records import record
 Severity = Literal["fatal", "warning", "note"]
 COLUMNS = ("ids", "mask", "logprobs", "versions", "kept")
 REASONS = ("retried", "not_chosen", "abandoned")
-"""Why an answered turn may be left out: the same was asked again, it is one of several answers to one request, or the
-agent went back before it and continued another answer from there."""
+"""Why an answered turn may be left out: it was asked again, it is one of several answers to one request, or the agent
+went back before it and continued another answer."""
 
 
 @record
 class Row:
     """One training sequence. `logprobs` counts only where `mask` is 1; `versions` and `kept` (the ids that a filter
     left) are per token, None where the gateway records none. `images`: the SHA-256 of each file, its first token and
-    how many tokens it has."""
+    number of tokens."""
 
     ids: Sequence[int]
     mask: Sequence[int]
@@ -44,8 +44,8 @@ class Fault:
 
 
 def merge_calls(calls: Sequence[Row]) -> list[Row]:
-    """Rows of a gateway that records one row per call: a call whose prompt begins with all of an earlier row extends
-    it, exactly. A second branch from the same turn is a row with its own call trained."""
+    """Rows of a gateway that records one per call: a call whose prompt begins with all of an earlier row extends it. A
+    second branch from the same turn is a row with its own call trained."""
     rows: list[Row] = []
     for call in calls:
         start = next((at for at, kept in enumerate(call.mask) if kept), len(call.ids))
@@ -63,7 +63,7 @@ def merge_calls(calls: Sequence[Row]) -> list[Row]:
 
 
 def begins_with(call: Row, row: Row) -> bool:
-    """Equal ids are not enough: two pictures of one size have the same placeholders."""
+    """Also in images: two pictures of one size have the same placeholders."""
     length = len(row.ids)
     images = [tuple(image) for image in call.images if image[1] < length]
     return list(call.ids[:length]) == list(row.ids) and images == [tuple(image) for image in row.images]
@@ -82,8 +82,7 @@ Place = tuple[Generation, int]
 
 
 class Oracle:
-    """`log`: what the engine answered in this session, in order. A trained token without a log-probability is found by
-    the ids before it."""
+    """`log`: what the engine answered in this session, in order."""
 
     def __init__(self, log: Sequence[Generation]) -> None:
         self._log = log
@@ -95,11 +94,10 @@ class Oracle:
             yield from self._judge_row(number, row, strict=strict)
         counts = Counter((one.number, at) for row in rows for _, (one, at) in self.places(row))
         if twice := sum(count > 1 for count in counts.values()):
-            detail = f"sampled tokens that are trained more than once: {twice}"
-            yield Fault(rule="2.1", detail=detail, tokens=twice)
+            yield Fault(rule="2.1", detail=f"sampled tokens that are trained more than once: {twice}", tokens=twice)
 
     def places(self, row: Row) -> Iterator[tuple[int, Place]]:
-        """The trained positions of a row, each with the generation and the position in it."""
+        """Trained positions, each with the generation and the position in it."""
         before: Place | None = None
         for at, (mask, value) in enumerate(zip(row.mask, row.logprobs, strict=False)):
             # A token with another log-probability breaks rule 1.2. It is trained all the same.
@@ -128,29 +126,27 @@ class Oracle:
         return best, at - len(best.prompt)
 
     def _judge_row(self, number: int, row: Row, *, strict: bool) -> Iterator[Fault]:
-        wrong: dict[str, list[int]] = {}
-        before: Place | None = None
+        wrong, before = defaultdict[str, list[int]](list), None
         for at, value in enumerate(row.logprobs):
             if not row.mask[at] and (not strict or value is None):
                 before = None
                 continue
             place = self._place(row.ids, at, value, before)
-            if value is None and place is not None:
-                wrong.setdefault("1.2", []).append(at)
             if place is None:
-                wrong.setdefault("1.1" if self._by_context(row.ids, at) is None else "1.2", []).append(at)
-            elif place[0].sampled[place[1]] != row.ids[at]:
-                wrong.setdefault("1.1", []).append(at)
-            elif before != (place[0], place[1] - 1) and tuple(row.ids[:at]) != (
-                *place[0].prompt,
-                *place[0].sampled[: place[1]],
-            ):
-                wrong.setdefault("1.3", []).append(at)
+                wrong["1.1" if self._by_context(row.ids, at) is None else "1.2"].append(at)
+                before = None
+                continue
+            one, n = place
+            if value is None:
+                wrong["1.2"].append(at)
+            if one.sampled[n] != row.ids[at]:
+                wrong["1.1"].append(at)
+            elif before != (one, n - 1) and tuple(row.ids[:at]) != (*one.prompt, *one.sampled[:n]):
+                wrong["1.3"].append(at)
                 continue  # all that follows of this generation is out of its context, too
             before = place
         for rule, places in wrong.items():
-            where = f"row {number}, first at position {places[0]} of {len(row.ids)}"
-            detail = f"{WRONG[rule]}: {len(places)}; {where}"
+            detail = f"{WRONG[rule]}: {len(places)}; row {number}, first at position {places[0]} of {len(row.ids)}"
             yield Fault(rule=rule, detail=detail, tokens=len(places))
 
     def trained(self, rows: Sequence[Row]) -> set[tuple[int, int]]:
@@ -160,24 +156,22 @@ class Oracle:
     def judge_coverage(
         self, rows: Sequence[Row], reasons: Mapping[str, int], *, continued: set[int], excusable: set[int]
     ) -> Iterator[Fault]:
-        """Level 2, by numbers of generations: `continued` are those whose answer the agent sent back later, `excusable`
-        those of which a reason can be true."""
+        """Level 2, by numbers of generations: `continued`: the agent sent the answer back later; `excusable`: a reason
+        can be true of it."""
         trained = self.trained(rows)
         missing = {one.number: sum((one.number, at) not in trained for at in range(one.delivered)) for one in self._log}
         lost = [missing[number] for number in continued if missing[number]]
         told = ", ".join(reasons) or "no reason given"
         if lost:
-            detail = (
-                f"turns that the agent continued and that are not trained: {len(lost)} ({sum(lost)} tokens; {told})"
-            )
+            tokens = f"{sum(lost)} tokens; {told}"
+            detail = f"turns that the agent continued and that are not trained: {len(lost)} ({tokens})"
             yield Fault(rule="2.3", detail=detail, tokens=sum(lost))
         excused = sum(count for number, count in missing.items() if number in excusable)
         unexplained = sum(missing.values()) - sum(lost) - excused
         unexplained += max(0, excused - sum(reasons.get(name, 0) for name in REASONS))
         if unexplained:
-            detail = (
-                f"sampled tokens that are not trained, without a reason that is true of them: {unexplained} ({told})"
-            )
+            what = "sampled tokens that are not trained, without a reason that is true of them"
+            detail = f"{what}: {unexplained} ({told})"
             yield Fault(rule="2.2", detail=detail, tokens=unexplained)
 
     def judge_versions(self, rows: Sequence[Row]) -> Iterator[Fault]:
@@ -207,12 +201,12 @@ class Oracle:
             for one in {one.number: one for _, (one, _) in self.places(row)}.values():
                 got = [(name, at, count) for name, at, count in row.images if at < len(one.prompt)]
                 if got != list(one.images):
-                    told, given = (
-                        ", ".join(f"{name[:8]} at {at} ({count} tokens)" for name, at, count in images) or "none"
-                        for images in (got, one.images)
-                    )
-                    detail = f"row {number} has the images {told}; the engine was given {given}"
+                    detail = f"row {number} has the images {_list(got)}; the engine was given {_list(one.images)}"
                     yield Fault(rule="9.1", detail=detail, tokens=len(one.sampled))
+
+
+def _list(images: Sequence[ImagePlace]) -> str:
+    return ", ".join(f"{name[:8]} at {at} ({count} tokens)" for name, at, count in images) or "none"
 
 
 WRONG = {

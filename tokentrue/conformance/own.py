@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import subprocess
 from array import array
 from collections import Counter
@@ -41,9 +40,8 @@ class TokenTrue(Target):
         return [row_from(sample) for sample in self.get(f"/sessions/{session.id}/samples", KEY)["samples"]]
 
     def reasons(self, session: Session) -> Mapping[str, int]:
-        untrained = self.get(f"/sessions/{session.id}/samples", KEY)["coverage"]["untrained"]
-        reasons: Counter[str] = Counter()
-        for item in untrained:
+        reasons = Counter[str]()
+        for item in self.get(f"/sessions/{session.id}/samples", KEY)["coverage"]["untrained"]:
             reasons[item["why"]] += item["tokens"]
         return reasons
 
@@ -55,7 +53,7 @@ class TokenTrue(Target):
 
     def audit(self, path: Path) -> bool:
         command = [self.python, "-m", "tokentrue", "audit", str(path)]
-        return subprocess.run(command, capture_output=True, env=dict(os.environ), check=False).returncode == 0
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def row_from(sample: JsonObject) -> Row:

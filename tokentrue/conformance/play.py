@@ -1,4 +1,4 @@
-"""One case: a session of the target, an agent that talks to it, and what the oracle says at the end."""
+"""One case: a session of the target, an agent that talks to it, and what the oracle says."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ class Stop(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """What all cases of a run share."""
-
     target: Target
     process: TargetProcess | None
     engine: Engine
@@ -53,7 +51,7 @@ class Bench:
 
 @record
 class Score:
-    """What a case trains on: tokens of answers that the agent got, those trained, rows, and tokens to forward."""
+    """Tokens of answers that the agent got, those trained, rows, and tokens to forward."""
 
     sampled: int
     trained: int
@@ -125,12 +123,12 @@ class Play:
         return [Message(role="system", text=self.text()), Message(role="user", text=self.text())]
 
     def picture(self, *size: int) -> bytes:
-        """Of another colour than those before; `size` is its width and height in tokens."""
+        """Of a new colour; `size`: width and height in tokens."""
         self.pictures += 1
         return draw_picture(tuple(self.pictures * factor % 256 for factor in (37, 71, 113)), *size)
 
     def output(self, *, calls: int = 1, reasoning: bool = True) -> Output:
-        """Canonical, as a model mostly samples; one output of four is in ids that the tokenizer would not choose."""
+        """One output of four is in ids that the tokenizer would not choose."""
         self._outputs += 1
         arguments = {"depth": self._serial, "at": self.writer.words(3)}
         made = [("look", json.dumps(arguments, ensure_ascii=False)) for _ in range(calls)]
@@ -156,8 +154,8 @@ class Play:
         headers: Mapping[str, str] = {},
         heard: Heard | None = None,
     ) -> Heard:
-        """Sends the request as this agent's habit makes it, and reads to the end of the answer; `heard` is filled
-        meanwhile. A field that is None is left out."""
+        """Sends the request as this agent's habit makes it, and reads the answer; `heard` is filled meanwhile. A field
+        that is None is left out."""
         self._requests.append(messages)
         sent = lose(messages, losses, self.rng)
         if self.dialect == ANTHROPIC and not wire.inline:  # a thinking block needs the signature it was served with
@@ -169,7 +167,8 @@ class Play:
         url = self.session.urls[self.dialect] + path
         same = next((at for at, (a, b) in enumerate(zip(self._last, sent, strict=False)) if a != b), len(self._last))
         before = [f"{same} messages as before"] if same else []
-        self.note(f"{self.dialect}{', streamed' if stream else ''}: " + " | ".join([*before, *map(brief, sent[same:])]))
+        said = " | ".join([*before, *map(brief, sent[same:])])
+        self.transcript.append(f"{self.dialect}{', streamed' if stream else ''}: {said}")
         self._last, heard = sent, heard or Heard()
         version = {"anthropic-version": "2023-06-01"} if self.dialect == ANTHROPIC else {}
         async with self.bench.http.post(url, json=body, headers={**version, **self.session.headers, **headers}) as got:
@@ -183,7 +182,7 @@ class Play:
         return plan
 
     async def ask(self, messages: Sequence[Message], *, output: Output | None = None, **how: Any) -> Message:
-        """A request to an engine that behaves: it must be answered, with what the engine sampled."""
+        """A request that must be answered, with what the engine sampled."""
         self.bench.engine.plans[""].clear()
         plan, start = self.plan(output), len(self.log)
         try:
@@ -201,7 +200,7 @@ class Play:
     def serve(
         self, messages: Sequence[Message], heard: Heard, plans: Sequence[Plan], start: int, *, streamed: bool = False
     ) -> list[Message]:
-        """The answers to a request, one per plan, after the rules about what an agent is shown."""
+        """The answers, one per plan, after the rules about what an agent is shown."""
         if heard.status != 200:
             raise self.stop("0.1", f"a good request got {heard.status}: {brief_json(heard.whole)}")
         if streamed and heard.whole is not None:
@@ -221,10 +220,10 @@ class Play:
         if len(answers) != len(plans):
             raise self.stop("4.1", f"the agent asked for {len(plans)} answers and got {len(answers)}")
         for choice, answer in enumerate(answers):
-            self.note(f"  -> {brief(answer.message)}")
-            left = (
-                made if len(plans) == 1 else [one for one in made if all(one is not t.generation for t in self.served)]
-            )
+            self.transcript.append(f"  -> {brief(answer.message)}")
+            left = made
+            if len(plans) > 1:
+                left = [one for one in made if all(one is not turn.generation for turn in self.served)]
             one = next((one for one in reversed(left) if is_shown_as(answer.message, one)), (left or made)[-1])
             self._compare_shown(answer, one)
             order = len(self._requests)
@@ -239,21 +238,15 @@ class Play:
             self.fault("4.1", f"sampled {brief_json(one.plan.output.expected)}, shown {brief_json(shown)}")
         wanted = FINISHES[self.dialect][2 if one.finish.reason == "length" else bool(answer.message.calls)]
         if answer.finish != wanted:
-            self.fault(
-                "4.4",
-                f"the sampling ended by {one.finish.reason}: {wanted!r} is due, the answer says {answer.finish!r}",
-            )
+            due = f"{wanted!r} is due, the answer says {answer.finish!r}"
+            self.fault("4.4", f"the sampling ended by {one.finish.reason}: {due}")
         sent = [see_picture(image)[1] for message in self._last for image in message.images]
         given = [self.bench.vocabulary.colours[name] for name, _, _ in one.images]
         if len(sent) != len(given) or not all(map(is_same_picture, sent, given)):
             self.fault("9.2", f"the agent sent images of the colours {sent}, the engine was given {given}")
 
     async def turn(self, messages: Sequence[Message], *, calls: int = 1, **how: Any) -> list[Message]:
-        """One turn of a tool loop: the conversation after it."""
         return self.after(messages, await self.ask(messages, output=self.output(calls=calls), **how))
-
-    def note(self, line: str) -> None:
-        self.transcript.append(line)
 
     # The record.
     async def rows(self) -> Sequence[Row]:
@@ -315,8 +308,8 @@ class Play:
 
 
 def is_shown_as(message: Message, one: Generation) -> bool:
-    """Rule 4.1. Reasoning may be withheld, or shown as <think> text; what is shown of it must be what was sampled. Of
-    an answer that was cut, the parser says what is text."""
+    """Rule 4.1. Reasoning may be withheld, or shown as <think> text; what is shown must be what was sampled. Of an
+    answer that was cut, the parser says what is text."""
     if one.plan.output.expected is None or tuple(one.sampled) != one.plan.output.ids:
         return True
     reasoning, text, calls = one.plan.output.expected

@@ -44,7 +44,7 @@ class ConformanceSettings:
 
 @record
 class Finding:
-    """A broken rule, and the smallest conversation that shows it; `before` is the case that was played before it."""
+    """The smallest conversation that breaks a rule; `before`: the case that was played before it."""
 
     level: int
     rule: str
@@ -81,7 +81,7 @@ class ConformanceReport:
     seconds: float
 
     def why_not(self, level: int) -> str:
-        """Why a level does not apply: the gateway promises none of it, or none of its cases."""
+        """The gateway promises none of the level, or none of its cases."""
         cases = [self.not_promised.get(f"{level}.{name}", "") for name in CASES[level]]
         return self.not_promised.get(str(level), "") or (cases[0] if cases and all(cases) else "")
 
@@ -189,16 +189,12 @@ class Runner:
     ) -> None:
         self._target, self._settings, self._model, self._process = target, settings, model, process
         self._on_case = on_case
-        self.command = ""
-        self.findings: list[Finding] = []
-        self.habits: list[HabitScore] = []
-        self.ran: dict[int, int] = {}
-        self._shown: set[tuple[str, str]] = set()
-        self._before = ""
+        self.command = self._before = ""
+        self.findings, self.habits, self.ran = list[Finding](), list[HabitScore](), dict[int, int]()
+        self._shown = set[tuple[str, str]]()
 
     @asynccontextmanager
     async def _open_bench(self, *, images: bool) -> AsyncIterator[Bench]:
-        """A new engine stand-in, a new process of the target, and an empty directory."""
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as vision:
             if images:
                 write_vision_model(self._model, Path(vision))
@@ -295,7 +291,7 @@ class Runner:
             play.fault("3.1", f"{score.rows} rows, {score.tokens} tokens to forward, where {enough}", "warning")
 
     async def _report(self, bench: Bench, case: PlayedCase, play: Play) -> None:
-        """Each broken rule of a case once; the first time in a dialect, with the fewest turns that break it."""
+        """Each broken rule once; the first time in a dialect, with the fewest turns that break it."""
         level, name, dialect, turns = case
         for rule in dict.fromkeys(fault.rule for fault in play.faults):
             smallest, fewer = play, turns

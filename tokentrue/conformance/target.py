@@ -86,16 +86,14 @@ class Target:
 
     # What adapters call.
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
-        return self._call("GET", path, None, headers)
+        return self._call(path, None, headers)
 
     def post(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
-        return self._call("POST", path, {} if body is None else body, headers)
+        return self._call(path, json.dumps({} if body is None else body).encode(), headers)
 
-    def _call(self, method: str, path: str, body: Any, headers: Mapping[str, str] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data, {"content-type": "application/json", **(headers or {})}, method=method
-        )
+    def _call(self, path: str, data: bytes | None, headers: Mapping[str, str] | None) -> Any:
+        named = {"content-type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, data, named)  # POST where there is data
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read() or b"null")
 
@@ -162,11 +160,8 @@ def load_target(name: str, python: str | None = None) -> Target:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{path}: cannot be imported: {error!r}") from error
-    found = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, Target) and value.__module__ == module.__name__
-    ]
+    classes = [value for value in vars(module).values() if inspect.isclass(value)]
+    found = [each for each in classes if issubclass(each, Target) and each.__module__ == module.__name__]
     if len(found) != 1:
         raise ConfigError(f"{path}: {len(found)} subclasses of Target; one is needed")
     target: Target = found[0]()

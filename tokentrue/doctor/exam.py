@@ -1,4 +1,4 @@
-"""What every probe is given: the engine, the reference, the prompts, and the spread that counts as rounding."""
+"""What every probe is given."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ import random
 import re
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import ParamSpec
 
+from msgspec import Struct
+
 from tokentrue.doctor.findings import Finding, cannot_tell
 from tokentrue.doctor.naming import Evidence
 from tokentrue.doctor.reference import Observation, Reference
-from tokentrue.errors import (
-    ConfigError,
-    EngineError,
-    InputError,
-    RenderError,
-    TokenContractError,
-)
+from tokentrue.errors import ConfigError, EngineError, InputError, RenderError, TokenContractError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping
 from tokentrue.protocols import Provider
@@ -68,9 +64,8 @@ class EngineRoutes:
             await self._http.close()
 
 
-@dataclass(slots=True, kw_only=True)
-class Examination:
-    """Mutable: the first probes add what they observe, which later ones use."""
+class Examination(Struct, kw_only=True):
+    """The first probes add what they observe, which later ones use."""
 
     provider: Provider
     routes: EngineRoutes
@@ -82,11 +77,11 @@ class Examination:
     previous: str | Path | None = None
     max_tokens: int = 40
     seed: int = 7
-    observations: list[Observation] = field(default_factory=list[Observation])
-    uncertain: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # prompts with an uncertain next id
+    observations: list[Observation] = []
+    uncertain: list[tuple[int, ...]] = []  # prompts with an uncertain next id
     evidence: Evidence | None = None  # of `observations`
     prompt_evidence: Evidence | None = None
-    tops: list[Mapping[int, float]] = field(default_factory=list[Mapping[int, float]])  # at `open_prompts`, T = 1
+    tops: list[Mapping[int, float]] = []  # at `open_prompts`, T = 1
 
     @property
     def visible(self) -> float:
@@ -94,7 +89,7 @@ class Examination:
         return max(self.mean_limit, 1e-3)
 
     def special_ids(self) -> list[int]:
-        """Ids that an engine may put before a prompt: those of the configuration, and tokens that look like markers."""
+        """Ids that an engine may put before a prompt: the configuration's, and those that look like markers."""
         config, size = self.reference.config, self.reference.vocab_size
         named = [getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "decoder_start")]
         flat = [one for name in named for one in (name if isinstance(name, list) else [name]) if isinstance(one, int)]
@@ -103,7 +98,7 @@ class Examination:
         return list(dict.fromkeys([*flat, *self.renderer.stop_token_ids, 0, 1, 2, *markers]))[:24]
 
     def prefixes(self) -> list[tuple[int, ...]]:
-        """Runs of ids that may be put into a prompt: markers, white space, and system messages that templates add."""
+        """Runs of ids that may be put into a prompt: markers, white space, system messages of templates."""
         plain = self.render(QUESTIONS[0])
         found = [(one,) for one in self.special_ids()]
         texts = (" ", "\n", "\n\n", "<think>\n", "<think>\n\n</think>\n\n")
@@ -119,7 +114,7 @@ class Examination:
         return [one for one in dict.fromkeys(found) if one]
 
     def rewrites(self) -> dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]]:
-        """What an engine that works on text may make of the ids that it is sent."""
+        """What an engine that works on text may make of ids."""
         decode, encode = self.renderer.decode, self.renderer.encode_sampled
         markers = {one for one in self.special_ids() if MARKER.fullmatch(decode([one]))}
 
@@ -142,7 +137,7 @@ class Examination:
         }
 
     def unusual_prompts(self) -> list[tuple[int, ...]]:
-        """Ids that encoding the same text would not give, and a conversation that no engine has answered in part."""
+        """Ids that encoding would not give, and a conversation that no engine has answered in part."""
         first, second, *_, last = self.prompts()
         encode, decode = self.renderer.encode_sampled, self.renderer.decode
 
@@ -157,7 +152,6 @@ class Examination:
         return tuple(self.renderer.render([{"role": "user", "content": text}]).token_ids)
 
     def prompts(self) -> list[tuple[int, ...]]:
-        """Chat prompts of the model's own template."""
         return [self.render(text) for text in QUESTIONS]
 
     def open_prompts(self) -> list[tuple[int, ...]]:
@@ -165,15 +159,14 @@ class Examination:
         return self.uncertain or self.prompts()
 
     def long_prompt(self, tokens: int = 400) -> tuple[int, ...]:
-        """A prompt of about `tokens` ids that no probe has sent before, well inside the context."""
+        """About `tokens` ids that no probe has sent, well inside the context."""
         tokens = min(tokens, self.reference.max_positions // 2)
         words = STORY.split() * (1 + tokens // len(STORY.split()))
         too_many = bisect_right(range(len(words)), tokens, key=lambda count: len(self.render(" ".join(words[:count]))))
         return self.render(" ".join(words[: max(1, too_many - 1)]))
 
     def fresh_prompt(self, tokens: int, seed: int) -> list[int]:
-        """Ids that no probe has sent, so that no cache knows them; without the end of the message, after which a model
-        may have little to say."""
+        """Ids that no cache knows; without the end of the message, after which a model may say little."""
         start, *middle = self.long_prompt(tokens)[:-8]
         random.Random(self.seed + seed).shuffle(middle)
         return [start, *middle]
@@ -190,7 +183,7 @@ class Examination:
 
 
 def probe(name: str) -> Callable[[Callable[P, Awaitable[Finding]]], Callable[P, Awaitable[Finding]]]:
-    """A probe of this name. Where the engine refuses what it asks, the probe cannot tell."""
+    """A probe of this name. Where the engine refuses what it asks, it cannot tell."""
 
     def wrap(ask: Callable[P, Awaitable[Finding]]) -> Callable[P, Awaitable[Finding]]:
         @functools.wraps(ask)

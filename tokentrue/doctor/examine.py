@@ -1,4 +1,4 @@
-"""`examine`: the series of probes, from what would explain everything to what would explain little."""
+"""`examine`: the probes, from what would explain everything to what would explain little."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ async def examine(
     samples: Sequence[Sample] = (),
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> DoctorReport:
-    """Runs every probe. `dtype` is what the engine should compute in, by default what the model was saved in.
-
-    With the engine's own module (`engine_model`) the first layer that differs is looked for.
-    """
+    """Runs every probe. `dtype`: what the engine should compute in, by default what the model was saved in; with
+    `engine_model`, its own module, the first layer that differs is looked for."""
     exam = Examination(
         provider=provider,
         routes=routes or EngineRoutes(),

@@ -1,15 +1,15 @@
-"""What the probes found, as data: a verdict, a figure, the likely cause, the cure, and how sure the probe is."""
+"""What the probes found, as data: verdict, figure, likely cause, cure, and how sure the probe is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from tokentrue.records import record
 
-Confidence: TypeAlias = Literal["high", "medium", "low"]
+Confidence = Literal["high", "medium", "low"]
 
 
 class Verdict(StrEnum):
@@ -20,7 +20,7 @@ class Verdict(StrEnum):
 
 @record
 class Finding:
-    """One probe's answer. `fault` is the stable name of what is wrong, one of `CAUSES`; empty where nothing is."""
+    """One probe's answer. `fault` is one of `CAUSES`; empty where nothing is wrong."""
 
     probe: str = ""  # the name of the probe, which `exam.probe` fills in
     verdict: Verdict
@@ -65,8 +65,6 @@ def cannot_tell(why: str, *, figure: str = "-", probe: str = "") -> Finding:
 
 @record
 class DoctorReport:
-    """All findings of one run, in the order of the probes."""
-
     engine: str
     model: str
     facts: Mapping[str, str]
@@ -101,7 +99,7 @@ class DoctorReport:
 
 
 def settle(findings: Sequence[Finding]) -> list[Finding]:
-    """Turns the consequences of another fault into "cannot tell": one fault shows in several probes."""
+    """One fault shows in several probes: its consequences become "cannot tell"."""
     settled: list[Finding] = []
     for one in findings:
         earlier = next((other.fault for other in findings if one.fault in FOLLOWS.get(other.fault, ())), None)
@@ -197,8 +195,8 @@ for _kind, _words in QUANTISED.items():
 CAUSES: Mapping[str, tuple[str, str]] = {
     name: (cause, cure) for rows in _SECTIONS.values() for name, cause, cure in rows
 }
-"""Every fault by its stable name: the cause, the cure. "read": by what reported numbers mean; "compared", "left": with
-the reference's numbers; "repeat": the engine with itself."""
+"""Cause and cure of every fault. "read": by what reported numbers mean; "compared", "left": with the reference's;
+"repeat": the engine with itself."""
 READ, NAMED, LEFT, REPEATS = ([name for name, *_ in _SECTIONS[kind]] for kind in ("read", "compared", "left", "repeat"))
 MEANING = (*READ, "raw_logprobs", "temperature_ignored")
 FOLLOWS: Mapping[str, Sequence[str]] = {

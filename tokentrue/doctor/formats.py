@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import log2
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-Rounding: TypeAlias = Callable[[Tensor], Tensor]
-Codec: TypeAlias = Callable[..., Tensor]  # of a value, and the dimensions that share a scale
+Rounding = Callable[[Tensor], Tensor]
+Codec = Callable[..., Tensor]  # of a value, and the dimensions that share a scale
 # Rows of a cache are one head's of one token, its matrices one head's, its columns channels.
 SCOPES: Mapping[str, Any] = {"row": -1, "matrix": (-2, -1), "column": -2, "token": (-3, -1), "tensor": (-3, -2, -1)}
 NF4 = (-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0, 0.0795803, 0.1609302,
@@ -87,7 +87,7 @@ def _in_blocks(value: Tensor, rows: int, columns: int, codec: Codec) -> Tensor:
 
 
 def _scoped(name: str, codec: Codec, *scopes: str | int, scales: str = "") -> dict[str, Rounding]:
-    """`scopes`: names of `SCOPES`, sizes of groups in a row, "block" and "64block"; "" is no scale at all."""
+    """`scopes`: names of `SCOPES`, sizes of groups in a row, "block" and "64block"; "" is no scale."""
     found: dict[str, Rounding] = {}
     codec = partial(codec, scales=scales) if scales else codec
     for scope in scopes:

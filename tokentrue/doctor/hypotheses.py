@@ -1,8 +1,7 @@
-"""What an engine may compute instead: a table of (place, transformation, span of tokens, at most one fitted number).
+"""What an engine may compute instead: (place, transformation, span of tokens, at most one fitted number).
 
-Places are weights, settings, what modules return, attention masks, positions, the cache, prompts, logits, reports.
 A hypothesis is one transformation at all places of a kind; `naming` finds the number, and the places where it happened.
-Causes that no measurement of log-probabilities can separate share a name.
+Causes that no log-probabilities can separate share a name.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
-from typing import Any, TypeAlias
+from operator import mul
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,11 @@ from tokentrue.doctor import reference as ref
 from tokentrue.doctor.formats import FORMATS, NARROW, Rounding, tf32, to_float8
 from tokentrue.doctor.reference import Observation, Reference, Trial
 
-Apply: TypeAlias = Callable[[Trial, Any], object]
-Units: TypeAlias = Mapping[str, Apply]
-Span: TypeAlias = Callable[[Observation, Any], tuple[int, int]]
-Rewrite: TypeAlias = Callable[[tuple[int, ...]], tuple[int, ...]]  # of a prompt's ids
-Rows: TypeAlias = Iterable[tuple[Any, ...]]  # arguments of a hypothesis; a dictionary at the end has named ones
+Apply = Callable[[Trial, Any], object]
+Units = Mapping[str, Apply]
+Span = Callable[[Observation, Any], tuple[int, int]]
+Rewrite = Callable[[tuple[int, ...]], tuple[int, ...]]  # of a prompt's ids
+Rows = Iterable[tuple[Any, ...]]  # arguments of a hypothesis; a dictionary at the end has named ones
 # A change of 2% or more is near one of these; 1 changes nothing.
 FAR = (0.5, 0.25, 1.0, 2.0, 0.8, 4.0, 1.03, 0.97, 1.25)
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
@@ -82,7 +82,6 @@ class Hypothesis:
         return trial
 
     def within(self, chosen: Iterable[str]) -> Hypothesis:
-        """The same in some places only."""
         kept = {*chosen}
         units = {name: unit for name, unit in self.units.items() if name in kept}
         names = [*units]
@@ -95,8 +94,7 @@ def list_hypotheses(
     reference: Reference, *, previous: Any = None, specials: Sequence[int] = (), stops: Sequence[int] = (),
     rewrites: Mapping[str, Rewrite] | None = None, dtype: str,
 ) -> Iterator[Hypothesis]:  # fmt: skip
-    """Every cause that can be simulated for this model. `specials` are ids that an engine may put before a prompt,
-    `rewrites` what an engine may make of the ids that it is sent."""
+    """`specials`: ids that an engine may put before a prompt; `rewrites`: what it may make of the ids that it is sent."""
     yield from _outside(specials, stops, rewrites or {})
     yield from _masks(reference.model)
     yield from _other_weights(reference, previous, getattr(torch, dtype))
@@ -132,7 +130,6 @@ def _having(model: nn.Module, *names: str) -> dict[str, Any]:
 
 
 def _at(owners: Mapping[str, Any], change: Callable[[Any, Trial, Any], object]) -> dict[str, Apply]:
-    """`change(owner, trial, x)` at each."""
     return {at: partial(change, one) for at, one in owners.items()}
 
 
@@ -146,7 +143,7 @@ def _out(change: Callable[[Any, Any, Any], Any], **how: bool) -> Callable[[Any, 
 
 
 def _group(units: Units) -> Mapping[str, Units]:
-    """By what is after the number of the layer."""
+    """By what follows the number of the layer."""
     kinds: dict[str, dict[str, Apply]] = {}
     for name, unit in units.items():
         kinds.setdefault(re.sub(r"^.*?\.\d+\.", "", name), {})[name] = unit
@@ -159,7 +156,6 @@ def _group(units: Units) -> Mapping[str, Units]:
 def _on(
     what: str, fault: str, label: str, change: Any, grid: Sequence[float] = (0.0,), fit: str = "", **how: Any
 ) -> Hypothesis:
-    """A change of the trial's `inputs`, `positions`, `outputs` or `reports`."""
     units = {"": lambda trial, x: setattr(trial, what, lambda *given: change(*given, x))}
     return Hypothesis(fault, label, units, grid, fit, is_output=what in ("outputs", "reports"), **how)
 
@@ -241,12 +237,11 @@ def biased(bias: Mapping[int, float]) -> Hypothesis:
 
 
 def edited(edits: Mapping[tuple[int, ...], Observation], label: str, fault: str) -> Hypothesis:
-    """Each prompt with an edit of its own, by the ids of the whole observation."""
     return _on("inputs", fault, label, lambda seen, x: edits.get(seen.token_ids, seen))
 
 
 def count_kept(probs: Tensor, name: str, x: float) -> Tensor:
-    """`[rows, 1]`: how many of the likeliest tokens a filter at x keeps. `probs`: descending."""
+    """`[rows, 1]`: how many tokens a filter at x keeps. `probs`: descending."""
     if name == "top_k":
         return torch.full_like(probs[:, :1], min(x, probs.shape[-1]), dtype=torch.long)
     least = {"min_p": probs[:, :1] * x, "least probability": probs[:, :1].clamp(max=x)}
@@ -255,7 +250,6 @@ def count_kept(probs: Tensor, name: str, x: float) -> Tensor:
 
 
 def filter_logits(logits: Tensor, x: float, *, name: str) -> Tensor:
-    """Logits with -inf for what a filter at x removes."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     is_cut = torch.arange(logits.shape[-1]) >= count_kept(ordered.softmax(dim=-1), name, x)
     return logits.masked_fill(torch.zeros_like(is_cut).scatter(1, order, is_cut), -torch.inf)
@@ -355,7 +349,7 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A weight as one module has it; embedding and output layer may share theirs. `name`: in the model's state."""
+    """A weight of one module; embedding and output layer may share theirs. `name`: in the model's state."""
 
     module: nn.Module
     attribute: str
@@ -396,7 +390,7 @@ def _put_all(places: Mapping[str, Place], to: Callable[[Tensor, float], Tensor],
 
 
 def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> Iterator[Hypothesis]:
-    """Of the same run, which the user gave: in all of the model, in parts, or for some of the tokens."""
+    """Those of the same run that the user gave: in all of the model, in parts, or for some of the tokens."""
     if reference.adapter is not None:
         units: dict[str, Apply] = {}
         for name, by in ref.adapter_deltas(reference.model, reference.adapter).items():
@@ -426,7 +420,6 @@ def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> I
 
 
 def _keep_shard(now: Tensor, x: float, *, was: Tensor, count: int, is_last: bool) -> Tensor:
-    """One rank of tensor parallelism has other weights: some rows, or columns where sums are split."""
     size = now.shape[-1 if is_last else 0]
     places = torch.arange(size) * count // size == x
     return torch.where(places if is_last else places[:, None], was, now)
@@ -460,7 +453,6 @@ def _exchange(pair: tuple[nn.Module, nn.Module], trial: Trial, x: float, *, is_c
 
 
 def _list_parts(reference: Reference, specials: Sequence[int]) -> Rows:
-    """Left out, set to 0, or exchanged."""
     model, places = reference.model, _list_places(reference.model)
     layers, named = _find(model, LAYERS), dict(model.named_modules())
     zero = _out(lambda inputs, output, x: output * 0)
@@ -491,11 +483,8 @@ def _list_parts(reference: Reference, specials: Sequence[int]) -> Rows:
         yield "projection_order", f"{' and '.join(names)} exchanged", _at(same, _exchange)
     if not getattr(reference.config, "tie_word_embeddings", True):
         first = model.get_input_embeddings().weight.data
-        yield (
-            "tied_head",
-            "output layer = embedding",
-            _at({"": model.get_output_embeddings()}, _set("weight", lambda own, x: first)),
-        )
+        head = _at({"": model.get_output_embeddings()}, _set("weight", lambda own, x: first))
+        yield "tied_head", "output layer = embedding", head
 
 
 def _blank(n: int, own: Tensor, x: float) -> Tensor:
@@ -503,7 +492,7 @@ def _blank(n: int, own: Tensor, x: float) -> Tensor:
 
 
 # Rows of a projection as a grid (d: size of a head, g: query heads of a key head), and what happens to that.
-Order: TypeAlias = tuple[Callable[[int, int], tuple[int, ...]], Callable[[Tensor], Tensor]]
+Order = tuple[Callable[[int, int], tuple[int, ...]], Callable[[Tensor], Tensor]]
 _transpose, _transpose_last = (partial(torch.transpose, dim0=n, dim1=n + 1) for n in (0, 1))
 _flip, _flip_second = (partial(torch.flip, dims=(n,)) for n in (0, 1))
 _roll = partial(torch.roll, shifts=1, dims=0)
@@ -573,21 +562,13 @@ def _split_fused(mlp: Any, trial: Trial, x: int) -> None:
 # Settings of operators, and other operators.
 
 
-def _times(own: Any, x: float) -> Any:
-    return own * x
-
-
 def _list_settings(model: Any, config: Any) -> Rows:
     queries = {at: getattr(one, "q_norm", None) or one.q_proj for at, one in _having(model, "q_proj", "k_proj").items()}
-    layers, split = (
-        _find(model, LAYERS),
-        _having(model, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
-    )
-    after = (
-        "the residual is taken after the norm (1: attention, 2: MLP, 3: both), or the MLP does not see attention (4)"
-    )
+    layers = _find(model, LAYERS)
+    split = _having(model, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    after = "residual taken after the norm (1: attention, 2: MLP, 3: both), or an MLP that does not see attention (4)"
     return (
-        ("attention_scale", "attention scores times {x:.4g}", _at(_having(model, "scaling"), _set("scaling", _times)), (*FAR, 8.0), "real"),
+        ("attention_scale", "attention scores times {x:.4g}", _at(_having(model, "scaling"), _set("scaling", mul)), (*FAR, 8.0), "real"),
         ("attention_scale", "queries grow with the position ÷ {x:.0f}", _at(queries, _out(_grow)), (8, 16, 32, 64, 8192), "whole"),
         ("bias_dropped", "biases set to 0", _at(_having(model, "bias"), _set("bias", lambda own, x: own * 0))),
         ("embedding_scale", "embeddings times {x:.4g}", _at({"embedding": model.get_input_embeddings()}, _out(lambda inputs, output, x: output * x)), (*FAR, config.hidden_size**0.5), "real"),
@@ -632,7 +613,7 @@ def _list_ropes(model: Any, config: Any) -> Rows:
         ("rope frequencies in bfloat16", "inv_freq", lambda own, x: own.bfloat16().float()),
         ("{x:.2g} of the dimensions turn", "inv_freq", lambda own, x: own * (place(own) < x), (0.5, 0.25, 0.75, 0)),
         ("rope turns the other way", "inv_freq", lambda own, x: -own),
-        ("cosines and sines times {x:.4g}", "attention_scaling", _times, (*FAR, 8.0), "real"),
+        ("cosines and sines times {x:.4g}", "attention_scaling", mul, (*FAR, 8.0), "real"),
     )  # fmt: skip
     for label, name, change, *how in settings:
         yield "rope", label, _at(_having(model, name), _set(name, change)), *how
@@ -654,8 +635,8 @@ def _list_ropes(model: Any, config: Any) -> Rows:
         return tuple((each * own.attention_scaling).expand_as(out[0]) for each in (angles.cos(), angles.sin()))
 
     for name, to in NARROW.items():
-        table = lambda inputs, out, x, to=to: tuple(to(one) for one in out)  # noqa: E731
-        yield "rope", f"cosines and sines in {name}", _at({"": own}, _out(table, is_whole=True))
+        table = _out(lambda inputs, out, x, to=to: tuple(map(to, out)), is_whole=True)
+        yield "rope", f"cosines and sines in {name}", _at({"": own}, table)
         yield "rope", f"angles of rotation in {name}", _at({"": own}, _out(partial(turn, to), is_whole=True))
     stop = lambda one, trial, x: trial.give(one, "position_embeddings", still)  # noqa: E731
     yield "rope", "queries and keys are not turned", _at(_having(model, "q_proj", "k_proj"), stop), LOCAL
@@ -676,8 +657,8 @@ def _list_activations(model: nn.Module, config: Any) -> Rows:
     others = {"quick GELU": lambda z: z * torch.sigmoid(1.702 * z), "squared ReLU": lambda z: z.relu().square()}
     owners = {at: one.act_fn for at, one in _having(model, "act_fn").items()}
     for words, act in ({str(act): act for act in acts} | others).items():
-        change = lambda inputs, output, x, act=act: act(inputs[0])  # noqa: E731
-        yield "activation", f"{words} as activation", _at(owners, _out(change))
+        change = _out(lambda inputs, output, x, act=act: act(inputs[0]))
+        yield "activation", f"{words} as activation", _at(owners, change)
     # Gated units: of the value before the activation, and of the one that it is multiplied by.
     plain, top, both = lambda z, x: z, lambda z, x: z.clamp(max=x), lambda z, x: z.clamp(-x, x)
     sizes, mlps = [0.25 * 2 ** (n / 2) for n in range(15)], _having(model, "gate_proj", "up_proj")
@@ -690,7 +671,7 @@ def _list_activations(model: nn.Module, config: Any) -> Rows:
         yield "activation", label, _at(mlps, partial(_change_gate, changes)), *how
 
 
-def _change_gate(changes: Sequence[Callable[[Tensor, float], Tensor]], mlp: Any, trial: Trial, x: float) -> None:
+def _change_gate(changes: Sequence[Any], mlp: Any, trial: Trial, x: float) -> None:
     for part, change in zip((mlp.gate_proj, mlp.up_proj), changes, strict=True):
         trial.hook(part, lambda inputs, output, change=change: change(output, x))
 
@@ -702,9 +683,8 @@ def _list_norms(model: nn.Module, config: Any) -> Rows:
     for name in ("variance_epsilon", "eps"):
         units = _at(_having(model, name), _set(name, lambda own, x: x))
         yield "norm_epsilon", "norm epsilon {x:.3g}", units, [10.0**-n for n in (2, 3, 4, 5, 7, 12)], "real"
-    ones, more = (
-        _at(norms, _set("weight", to)) for to in (lambda own, x: torch.ones_like(own), lambda own, x: own + x)
-    )
+    ones = _at(norms, _set("weight", lambda own, x: torch.ones_like(own)))
+    more = _at(norms, _set("weight", lambda own, x: own + x))
     yield "norm_missing", "norms without their weights", ones, PARTIAL
     yield "norm_missing", "{x:+.0f} added to the weights of norms", more, (1, -1)
     for kind, units in {"norms of queries and keys": heads, **_group(off)}.items():
@@ -725,13 +705,10 @@ def _list_experts(model: nn.Module, config: Any) -> Rows:
     weighed = _out(lambda inputs, out, x: (out[0], out[1] * x, *out[2:]), is_whole=True)
     yield "expert_weights", "expert weights times {x:.4g}", _at(routers, weighed), FAR, "real"
     shares = lambda z: z.sigmoid() / z.sigmoid().sum(-1, keepdim=True)  # noqa: E731
-    for words, by in {
-        "sigmoids": torch.sigmoid,
-        "normalised sigmoids": shares,
-        "equal": lambda z: z * 0 + 1 / own,
-    }.items():
-        change = lambda inputs, out, x, by=by: (out[0], by(out[0].gather(-1, out[2])), out[2])  # noqa: E731
-        yield "expert_weights", f"expert weights: {words}", _at(routers, _out(change, is_whole=True))
+    ways = {"sigmoids": torch.sigmoid, "normalised sigmoids": shares, "equal": lambda z: z * 0 + 1 / own}
+    for words, by in ways.items():
+        change = _out(lambda inputs, out, x, by=by: (out[0], by(out[0].gather(-1, out[2])), out[2]), is_whole=True)
+        yield "expert_weights", f"expert weights: {words}", _at(routers, change)
     for dtype in (torch.bfloat16, torch.float16):
         yield "router_dtype", f"the router in {dtype}", _at(routers, partial(_narrow_router, dtype)), ROUNDING
     if count > 16:
@@ -751,9 +728,8 @@ def _list_experts(model: nn.Module, config: Any) -> Rows:
 
     exchanged, missing = dict[str, Apply](), dict[str, Apply]()
     for a, b in combinations(range(count), 2):
-        exchanged |= {
-            f"{at} {a} and {b}": unit for at, unit in _at(singles | owners, partial(put, partial(swap, a, b))).items()
-        }
+        swaps = _at(singles | owners, partial(put, partial(swap, a, b)))
+        exchanged |= {f"{at} {a} and {b}": unit for at, unit in swaps.items()}
     for n in range(count):
         missing |= {f"{at}.{n}": unit for at, unit in _at(owners, partial(put, partial(_blank, n))).items()}
     yield "expert_order", "experts exchanged", exchanged, PARTIAL
@@ -803,10 +779,8 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
         # Most engines leave embedding and output layer as they are; some round these.
         for chosen in (*({at: one} for at, one in outer.items()), outer):
             where = " and ".join(chosen)
-            yield from _first_of(
-                (f"{kind}_weights", f"{label}; in {where}", rounded(chosen, to), ROUNDING)
-                for label, to in shared.items()
-            )
+            named = {f"{label}; in {where}": rounded(chosen, to) for label, to in shared.items()}
+            yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in named.items())
     for kind, formats in {**FORMATS, **({"dtype": NARROW} if dtype == "float32" else {})}.items():
         for is_old in (False, True):
             yield from _first_of(_list_caches(f"{kind}_kv_cache", formats, is_old))
@@ -847,16 +821,11 @@ def _list_caches(fault: str, formats: Mapping[str, Rounding], is_old: bool) -> R
         if is_old and re.search("row$|of (32|64)$", label):
             for recent in (32, 64, 128):
                 old = f", older than {recent} tokens"
-                forms |= {
-                    f"{old}, keys by channel": {"recent": recent, "keys": partial(by_channel, to)},
-                    old: {"recent": recent},
-                }
+                forms[f"{old}, keys by channel"] = {"recent": recent, "keys": partial(by_channel, to)}
+                forms[old] = {"recent": recent}
         elif not is_old and (" " not in label or label.endswith(("per row", "scale", "per tensor"))):
-            forms |= {
-                ", read by decoding alone": {"prefill": False},
-                ", keys alone": {"values": None},
-                ", values alone": {"keys": None},
-            }
+            forms[", read by decoding alone"] = {"prefill": False}
+            forms |= {", keys alone": {"values": None}, ", values alone": {"keys": None}}
         for words, how in forms.items():
             cache = partial(ref.rounding_cache, **{"keys": to, "values": to, **how})
             units = {"": lambda trial, x, cache=cache: setattr(trial, "cache", cache)}

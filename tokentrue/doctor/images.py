@@ -1,5 +1,6 @@
-"""Probes of images: how many tokens an engine makes of them, their pixels, its caches, and the positions after them.
-The reference sees the same pictures through transformers' own processor; each cause is a change of what it is given."""
+"""Probes of images: their tokens, pixels, caches and the positions after them. The reference sees the same pictures
+through transformers' processor; each cause is a change of what it is given.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ ROWS = {"unknown": PIXELS, "image_pixels": PIXELS, "image_ignored": PIXELS, "ima
 ROWS["image_positions"] = POSITIONS
 SQUARE, TALL = (64, 64), (48, 80)
 ROUNDING = 4.0  # times that of text: a tower adds its own
-Given: TypeAlias = dict[str, Any]
-Change: TypeAlias = Callable[[Given, int, Observation], Given]  # of what the model gets for a request, by its number
+Given = dict[str, Any]
+Change = Callable[[Given, int, Observation], Given]  # of what the model gets for a request, by its number
 
 
 async def probe_images(exam: Examination, findings: Sequence[Finding]) -> list[Finding]:
@@ -48,8 +49,8 @@ async def probe_images(exam: Examination, findings: Sequence[Finding]) -> list[F
 
 
 async def _count(exam: Examination, seen: list[tuple[list[PromptImage], Observation]]) -> Finding:
-    """Adapters refuse an engine that makes another number of tokens of a prompt. One request after the other: the
-    second and the last have the ids of the first."""
+    """Adapters refuse an engine that makes another number of tokens of a prompt. The second and the last request have
+    the ids of the first."""
     if not isinstance(exam.provider, Seeing):
         return cannot_tell("the engine takes no images")
     await exam.provider.check_images()
@@ -107,9 +108,8 @@ def _judge(exam: Examination, seen: Sequence[tuple[list[PromptImage], Observatio
     size, name, what = min(left)
     rival = min(each for each, other, _ in left if other != name)
     is_named = size <= limit and rival > 2 * size
-    return fault(
-        name if is_named else "unknown", figure, detail=f"{what} leaves {size:.2g}, the next cause {rival:.2g}"
-    )
+    detail = f"{what} leaves {size:.2g}, the next cause {rival:.2g}"
+    return fault(name if is_named else "unknown", figure, detail=detail)
 
 
 def _list_causes(processor: Any, pixels: Sequence[Tensor]) -> list[tuple[str, str, Change]]:

@@ -1,7 +1,6 @@
-"""Probes of the interface: does the engine tokenise and render as the model directory does, what do its
-log-probabilities mean, and are they the same again, in a batch, from a cache, by prefill?
+"""Probes of the interface: ids, templates, what log-probabilities mean, and whether they are the same again.
 
-The probes of meaning and stability compare the engine with itself, so that they hold whatever weights it has.
+Those of meaning and stability compare the engine with itself, so that they hold whatever weights it has.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from tokentrue.errors import (
     SamplingError,
     TokenContractError,
 )
+from tokentrue.ids import TokenIds
 from tokentrue.protocols import Tokenizing
 from tokentrue.providers.closeness import compare_completions
 from tokentrue.types import Completion, Sampling
@@ -58,12 +58,14 @@ async def probe_identity(exam: Examination) -> list[Finding]:
     return [await ask(exam) for ask in (_tokenizer, _special_tokens, _template)]
 
 
+async def _tokenize(exam: Examination, text: str) -> TokenIds | None:
+    return await exam.provider.tokenize(text) if isinstance(exam.provider, Tokenizing) else None
+
+
 @probe("identity: ids of a text")
 async def _tokenizer(exam: Examination) -> Finding:
-    if not isinstance(exam.provider, Tokenizing):
-        return cannot_tell(NO_TOKENIZER)
     for text in TEXTS:
-        theirs, ours = await exam.provider.tokenize(text), exam.renderer.encode_sampled(text)
+        theirs, ours = await _tokenize(exam, text), exam.renderer.encode_sampled(text)
         if theirs is None:
             return cannot_tell(NO_TOKENIZER)
         if theirs != list(ours):
@@ -73,12 +75,10 @@ async def _tokenizer(exam: Examination) -> Finding:
 
 @probe("identity: stop tokens")
 async def _special_tokens(exam: Examination) -> Finding:
-    """The stop tokens, by their text: an engine encodes them as special tokens."""
-    if not isinstance(exam.provider, Tokenizing):
-        return cannot_tell(NO_TOKENIZER)
+    """By their text: an engine encodes them as special tokens."""
     for stop in exam.renderer.stop_token_ids:
         text = exam.renderer.decode([stop])
-        theirs = await exam.provider.tokenize(text)
+        theirs = await _tokenize(exam, text)
         if theirs is None:
             return cannot_tell(NO_TOKENIZER)
         if theirs != [stop]:
@@ -119,7 +119,6 @@ def _other_ids(name: str, ours: Sequence[int], theirs: Sequence[int], exam: Exam
 
 
 async def gather_observations(exam: Examination) -> Finding:
-    """Samples at temperature 1; what the engine's answers break is a finding."""
     try:
         found = await _observe(exam)
     except EngineUnreachable:
@@ -153,7 +152,7 @@ async def _observe(exam: Examination) -> Finding:
 
 
 def _uncertain(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[tuple[int, ...]]:
-    """Prefixes of what was sampled at which the likeliest token is clear and yet least likely."""
+    """Prefixes of what was sampled where the likeliest token is clear and yet least likely."""
     found: list[tuple[float, tuple[int, ...]]] = []
     for prompt, completion in zip(prompts, completions, strict=True):
         for index, top in enumerate(completion.top_logprobs or ()):
@@ -213,8 +212,7 @@ async def _temperature(exam: Examination) -> Finding:
 
 @probe("meaning: sampling follows the temperature")
 async def _low_temperature(exam: Examination) -> Finding:
-    """At temperature 0.02 the likeliest token is sampled, where it is clearly likelier; if the temperature is ignored,
-    as often as at temperature 1."""
+    """At temperature 0.02 a clearly likelier token is sampled; if the temperature is ignored, as often as at 1."""
     hits, chances = list[bool](), list[float]()
     for n in range(8):
         found = await exam.generate(exam.open_prompts(), Sampling(temperature=0.02, max_tokens=1, seed=exam.seed + n))
@@ -292,8 +290,8 @@ async def probe_stability(exam: Examination) -> list[Finding]:
 async def _compare(
     exam: Examination, known: str, prompt: Sequence[int], others: Sequence[Sequence[int]] = ()
 ) -> Finding:
-    """The same greedy request twice, the second time beside others; where the answers differ, it is made once more:
-    what does not answer the same way twice in the same situation is unstable, whatever the situation."""
+    """The same greedy request twice, the second time beside others; where the answers differ, once more: what differs
+    in one situation is unstable."""
     sampling = Sampling(temperature=0.0, max_tokens=12)
     first = await exam.provider.generate(prompt, sampling)
     second, *_ = await exam.generate([prompt, *others], sampling)
@@ -311,8 +309,8 @@ def _first_fault(found: Sequence[Finding]) -> Finding:
 
 @probe("stability: same request twice")
 async def _repeat(exam: Examination) -> Finding:
-    """Five requests that were sent before, and all of them again: a fault that comes with every n-th request, or with
-    what the request before left, meets others of them."""
+    """Five requests that were sent before, and all again: a fault of every n-th request, or of what the request before
+    left, meets others of them."""
     sampling = Sampling(temperature=1.0, max_tokens=12, seed=exam.seed)
     prompts = [seen.token_ids[: seen.prompt_tokens] for seen in exam.observations[:5]] or exam.prompts()[:1]
     rounds = [[await exam.provider.generate(prompt, sampling) for prompt in prompts] for _ in range(2)]
@@ -321,7 +319,7 @@ async def _repeat(exam: Examination) -> Finding:
 
 @probe("stability: alone and in a batch")
 async def _batch(exam: Examination) -> Finding:
-    """Greedy requests that were sent before, alone and beside others of other lengths."""
+    """Greedy requests that were sent before, beside others of other lengths."""
     prompts = exam.prompts()
     others = [prompt[: len(prompt) - shorter] for shorter, prompt in enumerate(prompts * 2)][: BATCH - 1]
     tried = (prompts[1], *exam.open_prompts()[:2])
@@ -330,8 +328,8 @@ async def _batch(exam: Examination) -> Finding:
 
 @probe("stability: prefix cache cold and warm")
 async def _prefix_cache(exam: Examination) -> Finding:
-    """A prompt that was never sent, then again: the second time its prefix may come from the cache. Then prompts that go
-    on after answers of this engine: a difference from the reference that no other prompt has is the cache's."""
+    """A prompt that was never sent, then again from the cache. Then prompts that go on after answers of this engine: a
+    difference from the reference that no other prompt has is the cache's."""
     found = await _compare(exam, "prefix_cache", exam.fresh_prompt(160, 0))
     if found.verdict is not Verdict.OK or exam.evidence is None or exam.evidence.departs:
         return found
@@ -361,8 +359,7 @@ async def _prefill(exam: Examination) -> Finding:
 
 
 def compare_runs(exam: Examination, known: str, first: Completion, second: Completion) -> Finding:
-    """Up to where tokens part at a near tie, log-probabilities must agree: within rounding or, for the exact engine,
-    in bits."""
+    """Up to a near tie, log-probabilities must agree: within rounding or, for the exact engine, in bits."""
     limit = 0.0 if exam.provider.name == "exact" else exam.largest_limit
     found = compare_completions(first, second, tolerance=limit)
     if found.compared == 0:

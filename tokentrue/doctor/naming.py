@@ -1,9 +1,9 @@
 """One way to name a cause: fit every hypothesis on half of the tokens, confirm the best on the other half.
 
-`e` is engine - reference, in units of what correct engines of the expected dtype differ by at that token. A cause is
-named only if its prediction leaves nothing but rounding on tokens that the fit has not seen, with the right size and
-without structure, and if no hypothesis of another name does as well; one that predicts the same numbers is listed
-beside it. Everything else is `unknown`.
+`e` is engine - reference, in units of what correct engines of the expected dtype differ by. A cause is named only if
+its prediction leaves nothing but rounding on the other half, with the right size and without structure, and if no
+hypothesis of another name does as well; one that predicts the same numbers is listed beside it. Everything else is
+`unknown`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ from torch import Tensor
 from tokentrue.doctor.findings import Finding, fault, ok
 from tokentrue.doctor.formats import NARROW
 from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, biased, count_kept, edited
-from tokentrue.doctor.reference import (
-    Observation,
-    Reference,
-    WideSums,
-    compute_batch,
-    compute_logits,
-    read_entries,
-)
+from tokentrue.doctor.reference import Observation, Reference, WideSums, compute_batch, compute_logits, read_entries
 from tokentrue.records import record
 
 FLOAT32_SPREAD = 1.5e-5  # typical |e| of two correct float32 implementations of a small model
@@ -86,7 +79,7 @@ class Evidence:
 
     @property
     def is_late(self) -> bool:
-        """Whether decoding alone is wrong: what follows the prompt at once is right everywhere."""
+        """Whether decoding alone is wrong: what follows the prompt at once is right."""
         now, then = self.size(self.e, self.is_first), self.size(self.e, ~self.is_first)
         return now < (DEPARTS if self.is_exact else 1.5) and then > 3 * now
 
@@ -94,7 +87,7 @@ class Evidence:
         return torch.cat([read_entries(seen, rows) for seen, rows in zip(self.observations, logits, strict=True)])
 
     def orders(self, dtype: str) -> Iterator[Tensor]:
-        """What the reference differs by when it rounds in other orders: by module and by operation, eager, cached."""
+        """What the reference differs by in other orders of rounding: by module, by operation, eager, cached."""
         model, seen = self.reference.model, self.observations
         if dtype != "float32":
             trial = self.reference.trial()
@@ -131,8 +124,8 @@ class Evidence:
         return float((weight * residual.abs().clamp(max=WORST) / self.spread).sum() / weight.sum().clamp(min=1e-9))
 
     def gains(self, residual: Tensor) -> Tensor:
-        """Nats by which each entry is likelier than without the hypothesis, by Student's t with 4 degrees of freedom:
-        rounding has heavy tails."""
+        """Nats by which each entry is likelier under the hypothesis, by Student's t with 4 degrees of freedom: rounding
+        has heavy tails."""
         now, before = (one.clamp(-WORST, WORST) / self.spread for one in (residual, self.e))
         return 2.5 * self.weight * (torch.log1p(before * before / 4) - torch.log1p(now * now / 4))
 
@@ -148,8 +141,8 @@ class Evidence:
     def predict(
         self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], *, again: bool = False
     ) -> list[Tensor | None]:
-        """Log-probabilities that engines with these causes report, by their numbers; entries of other observations stay
-        as they are. None: this model's shapes do not allow it. `again`: in another order of rounding."""
+        """Log-probabilities that engines with these causes report; entries of other observations stay. None: this
+        model's shapes do not allow it. `again`: in another order of rounding."""
         if len(tried) > self.at_once:
             parts = [tried[start : start + self.at_once] for start in range(0, len(tried), self.at_once)]
             return [one for part in parts for one in self.predict(part, only, again=again)]
@@ -195,7 +188,7 @@ def _eager(model: Any, wanted: bool = True) -> Iterator[None]:
 
 @record(eq=False)
 class Fit:
-    """A hypothesis with its fitted number, and what it leaves of the difference on the tokens of the fit."""
+    """A hypothesis with its fitted number, and what it leaves of the difference."""
 
     hypothesis: Hypothesis
     x: float
@@ -218,7 +211,7 @@ class Fit:
 def judge(
     data: Evidence, hypotheses: Iterable[Hypothesis], *, advice: str = "", prefixes: Sequence[tuple[int, ...]] = ()
 ) -> Finding:
-    """A named cause, `unknown`, or no fault. `prefixes`: ids that may stand before a prompt, or in it."""
+    """A named cause, `unknown`, or no fault. `prefixes`: ids that may be put into a prompt."""
     size, chosen, departs = data.size(data.e), data.e[data.is_chosen].abs(), data.departs
     figure = (
         f"mean |δ| {float(chosen.mean()):.2g}, max {float(chosen.max()):.2g} over {chosen.numel()} tokens, "
@@ -260,7 +253,7 @@ def judge(
 
 
 def share(data: Evidence, fit: Fit) -> float:
-    """Of |e| on the held-out half, how much the fit explains."""
+    """Of |e| on the held-out half, the part that the fit explains."""
     return 1 - data.size(fit.residual, data.held) / max(data.size(data.e, data.held), 1e-12)
 
 
@@ -312,8 +305,8 @@ def fit_dtypes(data: Evidence) -> list[Fit]:
 
 
 def reports_differ(data: Evidence) -> str:
-    """The draws are those of the reference, and the reports of another distribution. Under their own reports, a ratio
-    of e^n in favour of any other distribution has a chance of e^-n."""
+    """The draws are the reference's, the reports of another distribution. Under their own reports, a ratio of e^n in
+    favour of any other has a chance of e^-n."""
     mine = data.is_chosen & ~data.is_prompt
     ratio, visible = -float(data.e[mine].sum()), data.row[data.e.abs() > 3 * data.spread]
     if ratio < -math.log(CHANCE) or float(torch.isin(data.row[mine], visible).double().mean()) < 0.8:
@@ -342,7 +335,7 @@ def describe_pattern(data: Evidence) -> str:
 
 
 def grows_with_position(e: Tensor, positions: Tensor) -> float:
-    """Mean |e| of the last third of the positions ÷ that of the first third."""
+    """Mean |e| of the last third of the positions ÷ that of the first."""
     order = positions.argsort()
     third = max(1, e.numel() // 3)
     first, last = e[order[:third]].abs().mean(), e[order[-third:]].abs().mean()
@@ -353,7 +346,7 @@ def grows_with_position(e: Tensor, positions: Tensor) -> float:
 
 
 class Tokens:
-    """Observations of a search, and their half of the fit: those that show most of the difference per token."""
+    """Observations of a search, and their half of the fit: those with most of the difference per token."""
 
     def __init__(self, data: Evidence, least: int) -> None:
         def worth(n: int) -> float:
@@ -376,7 +369,6 @@ class Tokens:
         return [None if found is None else fit(*one, self.data.engine - found) for one, found in pairs]
 
     def sort(self, fits: Sequence[Fit]) -> list[Fit]:
-        """The same fits on these tokens, best first."""
         tried = self.try_all([(one.hypothesis, one.x) for one in fits])
         return sorted((one for one in tried if one is not None), key=lambda one: one.left)
 
@@ -387,7 +379,7 @@ class Tokens:
         return [{x: fit for x in grid if (fit := next(found)) is not None} for grid in grids]
 
     def correlate(self, fit: Fit) -> float:
-        """Prediction and difference, each token's scale taken out: one large token decides nothing."""
+        """Each token's scale is taken out: one large token decides nothing."""
         data, predicted = self.data, self.data.e - fit.residual
         scale = (data.spread.square() + data.e.square() + predicted.square()).sqrt()
         a, b = (data.e / scale)[self.inside], (predicted / scale)[self.inside]
@@ -423,7 +415,7 @@ class Tokens:
         return best
 
     def choose_units(self, hypothesis: Hypothesis, x: float) -> Hypothesis:
-        """The hypothesis in those parts of the model whose effects add up to the difference, by least squares."""
+        """The parts of the model whose effects add up to the difference, by least squares."""
         data, inside, is_partial = self.data, self.inside, hypothesis.is_partial
         is_fitted = _has_size(hypothesis)
         # An effect's curvature is a part of its size, so large differences count no more than small ones.
@@ -554,7 +546,7 @@ def _explains_all(every: Tokens, fit: Fit) -> bool:
 
 
 def list_equals(few: Tokens, best: Fit, others: Sequence[Hypothesis]) -> Iterator[Fit]:
-    """Once a cause leaves nothing but rounding on many tokens, only what computes the same can do so, too."""
+    """Once a cause leaves only rounding on many tokens, only what computes the same can do so, too."""
     others = [one for one in others if one.fault != best.fault]
     others = [few.choose_units(one, one.grid[0]) if one.is_partial else one for one in others]
     for hypothesis, tried in zip(others, few.screen(others), strict=True):
@@ -583,7 +575,7 @@ def solve_bias(data: Evidence) -> list[Hypothesis]:
 
 
 def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hypothesis]:
-    """Each prompt's own edit: tokens left out, doubled, exchanged or inserted, anywhere in it."""
+    """Each prompt's own edit: tokens left out, doubled, exchanged or inserted."""
     if data.is_late:
         return []
     places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
@@ -630,10 +622,8 @@ def _edit(seen: Observation, at: int, drop: int, put: tuple[int, ...]) -> Observ
 
 
 def judge_draws(data: Evidence) -> Finding:
-    """Do the sampled tokens follow the distribution that was reported for them? By the reference's probabilities.
-
-    Filters and temperatures, and both together, compete: each is fitted on half of the draws and tried on the others.
-    """
+    """Whether the sampled tokens follow the distribution that was reported for them. Filters, temperatures, and both
+    together compete: each is fitted on half of the draws and tried on the others."""
     places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
     chosen = [data.observations[n].token_ids[at] for n in places for at in data.observations[n].positions]
     logits = torch.cat([data.logits[n] for n in places])

@@ -1,7 +1,6 @@
-"""The reference: the trainer's model on the CPU, what an engine reported, and trials that change one thing of it.
+"""The trainer's model on the CPU, what an engine reported, and trials that change one thing of the model.
 
-A trial is a change of the model, its inputs or its logits. Many trials run in one batch, each in rows of its own: of a
-small model that takes as long as one.
+Many trials run in one batch, each in rows of its own: of a small model that takes as long as one.
 """
 
 from __future__ import annotations
@@ -9,14 +8,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -29,12 +29,12 @@ from tokentrue.numerics import KeptRows, remove_filtered
 from tokentrue.records import record
 from tokentrue.types import Completion
 
-Rounding: TypeAlias = Callable[[Tensor], Tensor]
+Rounding = Callable[[Tensor], Tensor]
 
 
 @record
 class Observation:
-    """`logprobs[k]` is the engine's log-probability of `token_ids[positions[k]]`, given everything before it."""
+    """`logprobs[k]` is the engine's, of `token_ids[positions[k]]`, given everything before it."""
 
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
@@ -53,13 +53,8 @@ class Observation:
             token in top and abs(top[token] - value) > 1e-6 for token, value, top in pairs
         ):
             tops = ()  # the lists say something else than the values: only those reach a trainer
-        return Observation(
-            token_ids=ids,
-            positions=tuple(range(sent, len(ids))),
-            logprobs=completion.logprobs,
-            prompt_tokens=sent,
-            tops=tops,
-        )
+        positions, logprobs = tuple(range(sent, len(ids))), completion.logprobs
+        return Observation(token_ids=ids, positions=positions, logprobs=logprobs, prompt_tokens=sent, tops=tops)
 
     @staticmethod
     def from_prompt(prompt_ids: Sequence[int], logprobs: Sequence[float]) -> Observation:
@@ -69,7 +64,7 @@ class Observation:
 
     @property
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, token id and reported log-probability of every entry: the chosen tokens, then the likeliest others."""
+        """Row, token id and reported log-probability of every entry: chosen tokens, then the likeliest others."""
         chosen = [self.token_ids[at] for at in self.positions]
         entries = list(zip(range(len(chosen)), chosen, self.logprobs, strict=True))
         for row, top in enumerate(self.tops):
@@ -79,7 +74,6 @@ class Observation:
         return torch.tensor(rows), torch.tensor(ids), torch.tensor(values, dtype=torch.float64)
 
     def first(self, count: int) -> Observation:
-        """Its first positions, without what follows them."""
         kept = self.positions[:count]
         own = {name: getattr(self, name)[:count] for name in ("logprobs", "temperatures", "kept", "tops")}
         return replace(self, token_ids=self.token_ids[: kept[-1] + 1], positions=kept, **own)
@@ -89,7 +83,7 @@ class Observation:
         return not self.positions or self.positions[0] < self.prompt_tokens
 
     def edit(self, start: int, drop: int, insert: tuple[int, ...] = ()) -> Observation:
-        """The same observation after a change of the prompt; a position that loses its context has the next one."""
+        """The observation after a change of the prompt; a position that loses its context has the next one."""
         end, by = start + drop, len(insert) - drop
         return replace(
             self,
@@ -99,17 +93,14 @@ class Observation:
         )
 
 
-@dataclass(slots=True)
-class Change:
-    """What a trial changes of one module."""
-
-    values: dict[str, Any] = field(default_factory=dict[str, Any])  # parameters, buffers and attributes
-    before: list[Callable[[Any, Any], tuple[Any, Any]]] = field(default_factory=list[Any])  # of args, keyword arguments
-    after: list[Callable[[Any, Any], Any]] = field(default_factory=list[Any])  # of args, output
+class Change(Struct):
+    values: dict[str, Any] = {}  # parameters, buffers and attributes
+    before: list[Callable[[Any, Any], tuple[Any, Any]]] = []  # of args, keyword arguments
+    after: list[Callable[[Any, Any], Any]] = []  # of args, output
 
 
 class Trial:
-    """One change of the reference. The model stays as it is: `compute_batch` runs some rows of a batch under a trial."""
+    """One change of the reference, which stays as it is: `compute_batch` runs some rows of a batch under a trial."""
 
     def __init__(self, model: Any, saved: Mapping[str, Tensor]) -> None:
         self.model, self.saved = model, saved
@@ -152,11 +143,10 @@ class Trial:
         self._change(module).before.append(lambda inputs, given: ((change(inputs[0]), *inputs[1:]), given))
 
     def give(self, module: nn.Module, name: str, change: Callable[[Any], Any]) -> None:
-        """Changes a keyword argument of the module."""
         self._change(module).before.append(lambda inputs, given: (inputs, {**given, name: change(given[name])}))
 
     def hide(self, attention: nn.Module, is_hidden: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """`is_hidden(query, key, sent)`: pairs of places that this attention does not see, the later keys included."""
+        """`is_hidden(query, key, sent)`: places that this attention does not see, the later keys included."""
 
         def mask(inputs: Any, given: Any) -> tuple[Any, Any]:
             states = inputs[0] if inputs else given["hidden_states"]
@@ -179,7 +169,7 @@ class Trial:
                 self.hook(module, rounded)
 
     def call(self, module: nn.Module, forward: Callable[..., Any], inputs: Any, given: Any, plain: Any = None) -> Any:
-        """What `module` returns under this trial; `plain`: what it returns without, if that is known."""
+        """What `module` returns under this trial; `plain`: without it, if that is known."""
         change = self.changes.get(module)
         if change is None:
             return forward(*inputs, **given)
@@ -215,7 +205,7 @@ def _choose(inside: Tensor, wanted: list[int], changed: Any, plain: Any) -> Any:
 
 
 class Reference:
-    """A model in float32 on the CPU; `source` is the directory or the hub id that it was loaded from."""
+    """A model in float32 on the CPU; `source`: the directory or hub id that it is from."""
 
     def __init__(self, model: Any, *, source: str | Path | None = None, adapter: Path | None = None) -> None:
         self.model: Any = model.eval()
@@ -264,7 +254,7 @@ class Reference:
         return self._logits[key]
 
     def logprobs(self, observations: Sequence[Observation]) -> Tensor:
-        """Of the chosen tokens, at the temperature that each was sampled at, over the ids that were kept."""
+        """Of the chosen tokens, at each one's temperature, over the ids that were kept."""
         found = [read_entries(seen, compute_logits(self.model, seen))[: len(seen.positions)] for seen in observations]
         return torch.cat([torch.zeros(0, dtype=torch.float64), *found])
 
@@ -274,10 +264,8 @@ def load_model(source: str | Path) -> Any:
 
 
 class WideSums(TorchFunctionMode):
-    """Products of a bfloat16 or float16 model add up in float32 and are rounded once, as on a GPU.
-
-    Many processors have no such products of their own, and torch's emulation is a hundred times slower.
-    """
+    """Products of a 16-bit model add up in float32 and are rounded once, as on a GPU. torch's emulation on processors
+    without such products is a hundred times slower."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func not in PRODUCTS:
@@ -294,7 +282,7 @@ def _widen(value: Any) -> Any:
 
 
 def compute_logits(model: Any, seen: Observation, *, is_cached: bool = False) -> Tensor:
-    """float32 `[positions, V]`. With a cache the prompt runs first and then the rest, another order of rounding."""
+    """float32 `[positions, V]`. With a cache the prompt runs first, another order of rounding."""
     return _compute_cached(model, seen, rounding_cache()) if is_cached else compute_batch(model, [seen])[0]
 
 
@@ -313,7 +301,7 @@ def _compute_cached(model: Any, seen: Observation, cache: Any) -> Tensor:
 def compute_batch(
     model: Any, observations: Sequence[Observation], trials: Sequence[Trial | None] | None = None
 ) -> list[Tensor]:
-    """Logits `[positions, V]` of each observation, under its trial; those of about the same length run together."""
+    """Logits `[positions, V]` under each trial; observations of about the same length run together."""
     trials = [None] * len(observations) if trials is None else trials
     observations = [
         seen if trial is None else trial.inputs(seen) for seen, trial in zip(observations, trials, strict=True)
@@ -420,8 +408,8 @@ def _put(out: Any, rows: list[int], value: Any, count: int) -> None:
 def rounding_cache(
     keys: Rounding | None = None, values: Rounding | None = None, *, prefill: bool = True, recent: int = 0
 ) -> Any:
-    """A cache that rounds keys and values; without `prefill`, the prompt's own attention reads them unrounded.
-    `recent`: so many tokens and more are kept as they are, older ones are rounded page by page of this size."""
+    """Rounds keys and values; without `prefill`, the prompt's own attention reads them unrounded. `recent`: so many
+    tokens and more stay as they are, older ones are rounded page by page of this size."""
     from transformers import DynamicCache
 
     class RoundingCache(DynamicCache):
@@ -456,7 +444,7 @@ def rounding_cache(
 def read_entries(
     seen: Observation, logits: Tensor, outputs: Callable[[Tensor, Observation], Tensor] | None = None
 ) -> Tensor:
-    """float64: what an engine with these logits reports for every target of the observation."""
+    """float64: what an engine with these logits reports for every target."""
     if outputs is not None:
         logits = outputs(logits, seen)
     if any(seen.kept):
@@ -470,7 +458,6 @@ def read_entries(
 
 
 def adapter_deltas(model: Any, directory: Path) -> dict[str, Tensor]:
-    """What an adapter adds to each weight, by the name of its module."""
     modules, found = dict(model.named_modules()), dict[str, Tensor]()
     for name, low in read_pairs(directory.name, *read_directory(directory)).items():
         target = modules.get(name)

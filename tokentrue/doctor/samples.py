@@ -1,7 +1,6 @@
-"""From samples alone: recorded log-probabilities against the reference forward, by position, turn, version and role.
+"""From samples alone: recorded log-probabilities against the reference, by position, turn and version.
 
-The reference scores each token at the temperature of its turn and over the ids that its filters kept, as far as the
-sample records them.
+Each token is scored at its turn's temperature and over the ids that its filters kept, where recorded.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from tokentrue.doctor.naming import Evidence, grows_with_position
 from tokentrue.doctor.reference import Observation
 from tokentrue.doctor.weights import judge_causes
 from tokentrue.samples.recorded_turns import read_turns, scoring_temperatures, why_not_scorable
+from tokentrue.samples.shape import spread_spans
 from tokentrue.types import Sample, Span
 
 MOST_TOKENS = 3000
@@ -74,7 +74,7 @@ def observe(sample: Sample) -> Observation | None:
 
 
 def why_not_comparable(sample: Sample) -> str:
-    """Empty where the distribution that the tokens were drawn from can be computed again."""
+    """Empty where the distribution of the draws can be computed again."""
     for number, turn in enumerate(read_turns(sample)):
         if why := why_not_scorable(sample, turn):
             return f"sample {sample.sample_id}, turn {number}: {why}"
@@ -107,9 +107,8 @@ def _version(span: Span) -> str:
 def _keys(chosen: Sequence[tuple[Sample, Observation]], key: Callable[[Span], str]) -> list[str]:
     found: list[str] = []
     for sample, seen in chosen:
-        length = len(sample.token_ids)  # a span of a damaged file may be too long
-        by_token = {at: key(span) for span in sample.spans for at in range(span.start, min(span.end, length))}
-        found += [by_token.get(position, "?") for position in seen.positions]
+        by_token = spread_spans(sample, key, "?")
+        found += [by_token[position] for position in seen.positions]
     return found
 
 

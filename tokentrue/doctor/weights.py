@@ -1,5 +1,4 @@
-"""Weights, arithmetic and sampling: the engine's log-probabilities and routing against the reference, and what caused
-a difference."""
+"""Weights, arithmetic and sampling: the engine's log-probabilities and routing against the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ FLIPS = {"float32": 0.002, "float16": 0.02, "bfloat16": 0.15}  # share of choice
 
 
 async def probe_weights(exam: Examination) -> list[Finding]:
-    """Prompt tokens are judged with the sampled ones where both differ, or neither does."""
     assert exam.evidence is not None
     row = await _score_prompt(exam)
     joined, prompt = exam.evidence, exam.prompt_evidence
@@ -59,7 +57,6 @@ def judge_causes(exam: Examination, evidence: Evidence, *, is_output: bool = Fal
 
 
 def advise(exam: Examination) -> str:
-    """The measurements that would tell most."""
     steps = {
         "run again with --previous DIR (the weights before the last update)": exam.previous is None,
         "serve in float32 for the test, where causes are told apart by their digits": exam.dtype != "float32",
@@ -91,7 +88,6 @@ async def _draws(exam: Examination, verdict: Finding) -> Finding:
 
 
 def locate_difference(exam: Examination, findings: Sequence[Finding], engine_model: Any) -> list[Finding]:
-    """The first layer whose output differs, where the weights probe found a fault."""
     if not any(finding.verdict is Verdict.FAULT and finding.probe.startswith("weights") for finding in findings):
         return []
     figure, why = "-", "the engine's layers cannot be reached from here; --engine hf can be looked into"
@@ -99,14 +95,13 @@ def locate_difference(exam: Examination, findings: Sequence[Finding], engine_mod
         ids, tolerance = exam.observations[0].token_ids, TOLERANCES.get(exam.dtype, 1e-4)
         place, size = first_difference(exam.reference.model, engine_model, ids, tolerance)
         figure = f"{size:.2g} relative" if place else "-"
-        why = (
-            f"first in {place}" if place else "no single layer differs: the difference is in what surrounds the layers"
-        )
+        nowhere = "no single layer differs: the difference is in what surrounds the layers"
+        why = f"first in {place}" if place else nowhere
     return [cannot_tell(why, figure=figure, probe="weights: first layer that differs")]
 
 
 def first_difference(reference: nn.Module, other: nn.Module, ids: Sequence[int], tolerance: float) -> tuple[str, float]:
-    """The first operator, in the order of execution, whose output differs by more than `tolerance`; "" if none does."""
+    """The first operator to run whose output differs by more than `tolerance`; "" if none does."""
     found = record_outputs(other, ids)
     for name, value in record_outputs(reference, ids).items():
         theirs = found.get(name)
@@ -120,7 +115,7 @@ def first_difference(reference: nn.Module, other: nn.Module, ids: Sequence[int],
 
 @torch.no_grad()
 def record_outputs(model: nn.Module, ids: Sequence[int]) -> dict[str, Tensor]:
-    """The output of every module without children, in the order of execution."""
+    """Those of every module without children, in the order of execution."""
     outputs: dict[str, Tensor] = {}
 
     def record(module: nn.Module, inputs: Any, output: Any, *, name: str) -> None:

@@ -1,9 +1,8 @@
-"""LoRA adapters beside the base weights: read, checked and applied unmerged, in the order of operations that `exact`
-gives a peft model.
+"""LoRA adapters beside the base weights, applied unmerged, in the order of operations that `exact` gives a peft model.
 
-y = linear(x, W) + linear(linear(x, A), B) * scale, summed in the wider of both dtypes and rounded once, and nothing
-else. A field of peft's LoraConfig (0.21) that is neither read nor ignored is refused by name, unless it is empty or has
-the default of the installed peft: it may change the computation.
+y = linear(x, W) + linear(linear(x, A), B) * scale, summed in the wider of both dtypes and rounded once. A field of
+peft's LoraConfig (0.21) that is neither read nor ignored is refused by name, unless it is empty or has the default of
+the installed peft.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def peft_default(field: str) -> Any:
 
 
 class LoraSettings(msgspec.Struct):
-    """The settings that decide the factor of B·A. Patterns are peft's regular expressions for the names of modules."""
+    """What decides the factor of B·A. Patterns are peft's regular expressions for the names of modules."""
 
     r: Number | None = None
     rank_pattern: dict[str, Number] | None = None
@@ -147,7 +146,7 @@ class Adapter:
 def read_adapter(
     name: str, source: AdapterSource, config: AdapterConfig | None, *, version: int | None, device: torch.device
 ) -> Adapter:
-    """Reads a directory saved by peft, or a state dict with `config` (a dict or a peft LoraConfig)."""
+    """A directory saved by peft, or a state dict with `config` (a dict or a peft LoraConfig)."""
     folder = Path(source) if isinstance(source, str | Path) else None
     if folder is not None:
         state, config = read_directory(folder)
@@ -219,7 +218,7 @@ def read_pairs(name: str, state: JsonMapping, config: AdapterConfig, folder: Pat
 
 
 def factor_from(where: str, value: Any) -> Tensor:
-    """Checks that A or B is a plain finite matrix: a NaN would spread to the cache and to other requests."""
+    """A plain finite matrix: a NaN would spread to the cache and to other requests."""
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     if not isinstance(value, Tensor) or value.dim() != 2 or not value.numel() or value.dtype not in DTYPES:
         found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -235,8 +234,8 @@ def merge_low_rank(weight: Tensor, low: LowRank) -> Tensor:
 
 
 def check_adapter(adapter: Adapter, decoder: Decoder, ops: Ops, first: int = 0) -> None:
-    """Raises unless the adapter fits the model and its products are exact. `first`: index of the decoder's first layer
-    in the whole model."""
+    """Raises unless the adapter fits the model and its products are exact. `first`: the decoder's first layer in the
+    whole model."""
     for (layer, projection), low in adapter.weights.items():
         module = decoder.linears.get((layer, projection))
         if module is None:
@@ -276,8 +275,7 @@ def attach_adapter(model: Any, ops: Ops, adapter: Adapter) -> Iterator[None]:
 
 class AdapterBank:
     """The loaded adapters, each in a slot; `stacks` has all parts of each merged product. `generation` increases when
-    captured steps that read the stacks become invalid.
-    """
+    captured steps that read the stacks become invalid."""
 
     def __init__(self, decoder: Decoder, ops: Ops) -> None:
         self._decoder, self._ops = decoder, ops
@@ -300,7 +298,7 @@ class AdapterBank:
 
     @property
     def is_packed(self) -> bool:
-        """True if steps with adapters can be captured: they read no row numbers on the host."""
+        """Whether steps with adapters can be captured: they read no row numbers on the host."""
         return all(stack.packed is not None for stack in self.stacks.values())
 
     def rows_of(self, names: Sequence[str | None], counts: Sequence[int], device: torch.device) -> RowSlots | None:

@@ -35,13 +35,8 @@ PROOF_LENGTH = 141  # tokens of the proof at load: more than one block of 128 ke
 
 
 class Meter:
-    """Counters and recent latencies, for /metrics."""
-
     def __init__(self) -> None:
-        self.steps = 0
-        self.prompt_tokens = 0
-        self.sampled_tokens = 0
-        self.requests = 0
+        self.steps = self.prompt_tokens = self.sampled_tokens = self.requests = 0
         self.first_token_s: deque[float] = deque(maxlen=1024)
         self._recent: deque[tuple[float, int]] = deque(maxlen=4096)
 
@@ -91,9 +86,7 @@ class Core:
         read: Callable[[Sequence[int]], str] | None,
     ) -> None:
         sizes = runner.sizes
-        self.runner = runner
-        self.version = version
-        self.read = read
+        self.runner, self.version, self.read = runner, version, read
         self.pool = BlockPool(sizes.num_blocks, sizes.block_size)
         states = StatePool(sizes.num_states) if sizes.num_states is not None else None
         self.scheduler = Scheduler(self.pool, limits, states=states)
@@ -127,15 +120,14 @@ class Core:
         self.scheduler.add(request)
 
     def version_of(self, request: Request) -> int:
-        """Version of the weights that sample this request's next token: its adapter's if that has one."""
+        """The version of the weights that sample the next token: the adapter's if that has one."""
         adapter = self.adapters.get(request.adapter) if request.adapter is not None else None
         return self.version if adapter is None or adapter.version is None else adapter.version
 
     # ---- weights
     def load(self, weights: Weights, version: int) -> None:
-        """Loads new weights between two steps and drops all cached keys and values, so that every later log-probability
-        uses the new weights over its whole context.
-        """
+        """Loads weights between two steps and drops all cached keys and values: every later log-probability uses the
+        new weights over its whole context."""
         self.drain()
         self.scheduler.restart()
         try:
@@ -152,7 +144,7 @@ class Core:
         self.version = version
 
     def set_adapter(self, adapter: Adapter) -> None:
-        """Checks, proves and loads an adapter. Requests with an older adapter of this name recompute their context."""
+        """Requests with an older adapter of this name recompute their context."""
         self.drain()
         self.runner.set_adapter(adapter, self.proof_steps(seed=6, adapter=adapter.name))
         for request in self.requests:
@@ -183,7 +175,7 @@ class Core:
     def proof_steps(
         self, *, seed: int, adapter: str | None = None, images: RequestImages | None = None
     ) -> list[StepInputs]:
-        """Random tokens of one sequence, cut into pieces. The blocks are free again afterwards."""
+        """Random tokens of one sequence, in pieces. The blocks are free again afterwards."""
         length, generator = min(PROOF_LENGTH, self.capacity), torch.Generator().manual_seed(seed)
         ids = torch.randint(0, self.runner.sizes.vocabulary, (length,), generator=generator).tolist()
         if images is not None:
@@ -224,7 +216,6 @@ class Core:
         return True
 
     def proceed(self, bursts: Bursts, requests: Sequence[Request]) -> None:
-        """Delivers the decode steps in flight, of these requests."""
         try:
             bursts.proceed()
         except Exception as error:
@@ -264,7 +255,7 @@ class Core:
         self.notify(request, 1)
 
     def take_run(self, request: Request, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Appends consecutive sampled tokens of a decoding request without filters; drops those after its end."""
+        """Takes consecutive sampled tokens of a decoding request without filters; drops those after its end."""
         if request.sampling.stop:  # text is read token by token
             for token, logprob in zip(ids, logprobs, strict=True):
                 if request.phase is Phase.RUNNING:
@@ -292,7 +283,7 @@ class Core:
             self.end(request, Finish.LENGTH)
 
     def stop_string(self, request: Request) -> str | None:
-        """The stop string completed by the newest token; searches as many tokens as the longest one has bytes."""
+        """The stop string that the newest token completes; searches as many tokens as the longest one has bytes."""
         stops = request.sampling.stop
         if not stops or self.read is None:
             return None

@@ -1,8 +1,8 @@
 """Reads a Hugging Face decoder as a list of layers, for a paged forward pass without the Python of the model classes.
 
 Parameters stay in the model (q, k, v and gate, up become views of one merged tensor each). Modules that are not of the
-plain dense form (a mixture of experts, say) run their own code on exact operators. Reading can fail silently, so the
-loader proves it: the first logits must equal the model's, bit for bit.
+plain dense form run their own code on exact operators. Reading can fail silently, so the loader proves it: the first
+logits must equal the model's, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ def read_product(module: nn.Linear) -> Product:
 
 @record
 class LatentAttention:
-    """q = up(norm(down(x))) (or one product); latent and rotary key = kv_down(x); keys and values = kv_up(norm(latent)).
+    """q = up(norm(down(x))) (or one product); latent and rotary key = kv_down(x); keys and values =
+    kv_up(norm(latent)).
 
     Expanded keys and values are cached, as the trainer expands them: multiplying queries by the expansion instead
-    changes the order of the sums, and the bits. Values are padded to the size of keys."""
+    changes the bits. Values are padded to the size of keys.
+    """
 
     q_down: Product | None
     q_norm: Norm | None
@@ -153,7 +155,6 @@ class Decoder:
     axes: Tensor | None = None  # int64 [D], with a tower: time, height or width turns each value of a head
 
     def weights(self) -> Iterator[Tensor]:
-        """Of every product that the paged forward computes."""
         for part in (part for layer in self.layers for part in (layer.mixer, layer.mlp)):
             if isinstance(part, Attention | LatentAttention | Dense):
                 values = (getattr(part, field.name) for field in fields(part))
@@ -185,7 +186,7 @@ LAYOUTS: dict[frozenset[str], tuple[str | None, ...]] = {
 
 
 def read_decoder(model: Any, ops: Ops, *, max_positions: int) -> Decoder:
-    """Reads the layers of `model` and merges them in place; raises ExactnessError naming what has no exact form."""
+    """Merges the layers' weights in place; raises ExactnessError naming what has no exact form."""
     check_shape(model, (nn.Linear, nn.Identity))
     config, body, head = model.config.get_text_config(), body_of(model), model.get_output_embeddings()
     tower = None if body is model.model else model.model.visual
@@ -337,7 +338,7 @@ def merge(*linears: nn.Linear) -> Product:
 
 
 def rope_axes(rotary: Any, device: torch.device) -> Tensor:
-    """Found by the model's module: which of three positions changes each value. The proof at load checks it."""
+    """Which of three positions changes each value, found by the model's module. The proof at load checks it."""
     like = torch.zeros(1, device=device)
     with torch.no_grad():
         sines = [rotary(like, torch.eye(3, dtype=torch.int64, device=device)[i].view(3, 1, 1))[1] for i in range(3)]

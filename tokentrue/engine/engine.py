@@ -334,7 +334,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def eos_of(model: Any) -> tuple[int, ...]:
-    """All eos ids of the model's configurations; each may have one id or a list."""
+    """Of all the model's configurations; each may have one id or a list."""
     found: list[int] = []
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)

@@ -1,4 +1,4 @@
-"""The images of requests, and their features, computed once for each image and version of the weights."""
+"""The images of requests, and their features, computed once for each version of the weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class RequestImages:
 
     @property
     def shift(self) -> int:
-        """Of every position after the last image."""
         return int(self.positions[0, -1]) - self.positions.shape[1] + 1
 
     def positions_of(self, start: int, end: int) -> Tensor:
@@ -69,7 +68,7 @@ class RequestImages:
 
 
 def proof_images(tower: Any) -> RequestImages:
-    """Two of random pixels for the proof at load; a piece of it ends within the second."""
+    """Two of random pixels; a piece of the proof ends within the second."""
     config, runs = tower.config, list[ImageRun]()
     merge, size = config.spatial_merge_size, tower.patch_embed.proj.weight[0].numel()
     for start, height, width in ((10, 2, 3), (73, 4, 2)):
@@ -86,8 +85,7 @@ def proof_images(tower: Any) -> RequestImages:
 
 
 class VisualRows(NamedTuple):
-    """Token rows of a step that show images: what replaces their embeddings, and what is added after each of the first
-    layers."""
+    """Token rows that show images: what replaces their embeddings, and what is added after each of the first layers."""
 
     rows: Tensor
     features: Tensor

@@ -2,9 +2,9 @@
 parallelism, `numerics.leaves`).
 
 The driver sends every step to all processes, which run it together and answer one by one. Hidden states, logits and
-sums travel by torch.distributed (nccl if every process has a GPU, else gloo through host memory); everything else comes
-over the pipe from the driver, as calls of the process's methods, in order. The driver waits on pipes and processes: if
-one dies, it raises at once and ends the others.
+sums travel by torch.distributed (nccl if every process has a GPU, else gloo through host memory); all else comes over
+the pipe from the driver, as calls of the process's methods, in order. If a process dies, the driver raises at once and
+ends the others.
 """
 
 from __future__ import annotations
@@ -82,8 +82,6 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class StageFailed:
-    """Last message of a process that cannot continue."""
-
     text: str
 
 
@@ -109,7 +107,7 @@ class StageProcess:
 
 
 class Processes:
-    """Computes steps as `LocalRunner` does. Sends the weights of `model` (on the host) by name and keeps none."""
+    """Computes steps as `LocalRunner`. Sends the weights of `model` (on the host) by name and keeps none."""
 
     def __init__(
         self, model: Any, *, pipeline: int, tensor: int, device: str, max_positions: int, kv_tokens: int | None, limits: ScheduleLimits,
@@ -179,7 +177,7 @@ class Processes:
 
     # ---- weights
     def load(self, weights: Weights) -> None:
-        """Sends each process its weights; checks a mapping or directory whole before the first is sent."""
+        """Checks a mapping or directory whole before the first is sent."""
         for name, _, value in checked_weights(targets_of(self.model), weights, self.model):
             self._send_tensor(plain_name(name), value)
         self._ask_all("refresh")
@@ -227,7 +225,6 @@ class Processes:
             self._die()
 
     def _hear(self, stage: StageProcess) -> Any:
-        """Returns the process's next result. Any that fails or dies meanwhile ends all."""
         while not stage.answers:
             ready = wait([other for s in self._stages for other in (s.pipe, s.process.sentinel)])
             for index, each in enumerate(self._stages):
@@ -271,7 +268,7 @@ class Processes:
 
 
 def start_stage(kind: type[Stage], spec: StageSpec) -> StageProcess:
-    """Spawns a clean process: no threads, locks or CUDA state of this one."""
+    """A clean process: no threads, locks or CUDA state of this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     here, there = context.Pipe()
@@ -317,7 +314,7 @@ class Stage:
 
     @staticmethod
     def part_of(spec: StageSpec, name: str, value: Tensor) -> tuple[str, Tensor] | None:
-        """Name and value in this process of a tensor of the model."""
+        """Of a tensor of the model, its name and value in this process."""
         found = LAYER.fullmatch(name)
         if found is None:
             return name, value
@@ -325,7 +322,6 @@ class Stage:
         return (f"model.layers.{spec.layers.index(number)}.{found[2]}", value) if number in spec.layers else None
 
     def _make_model(self) -> Any:
-        """The model with this process's layers, on the meta device."""
         spec = self._spec
         model = skeleton_of(spec.model_class, spec.config)
         body, config = model.model, model.config.get_text_config()
@@ -338,7 +334,7 @@ class Stage:
         return model
 
     def serve(self) -> None:
-        """Runs (method, arguments, whether to send the result or error back) until the driver ends this process."""
+        """Runs (method, arguments, whether to answer) until the driver ends this process."""
         while True:
             method, args, answers = self._pipe.recv()
             try:
@@ -374,7 +370,7 @@ class Stage:
             module._buffers[leaf] = value
 
     def build(self) -> tuple[Contract, Sizes]:
-        """Call after all tensors have arrived."""
+        """After all tensors have arrived."""
         spec, model = self._spec, self._model
         targets = dict(model.state_dict(keep_vars=True))
         lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
@@ -406,7 +402,6 @@ class Stage:
         self._forward.clean()
 
     def set_adapter(self, adapter: Adapter) -> None:
-        """On success, later steps may use the adapter."""
         own, first = self._spec.layers, self._spec.layers.start
         weights = {
             (layer - first, projection): replace(low, a=low.a.to(self._device), b=low.b.to(self._device))
@@ -453,7 +448,7 @@ class Stage:
 
     @torch.inference_mode()
     def prove(self, steps: Sequence[StepInputs], adapter_name: str | None = None) -> None:
-        """Compares this process's paged layers, and the head, with the model's own code on the same inputs."""
+        """This process's paged layers, and the head, against the model's own code on the same inputs."""
         forward, spec = self._forward, self._spec
         adapter = forward.bank.adapters[adapter_name] if adapter_name is not None else None
         before, after, _ = (torch.cat(parts) for parts in zip(*map(self._compute, steps), strict=True))
@@ -472,8 +467,8 @@ class Stage:
 
 
 class Rank(Stage):
-    """A part of every layer: of the heads (and their pages), of the MLP's values, of the experts and of the vocabulary; the
-    rest is whole everywhere. All gather where `numerics.leaves` joins their parts."""
+    """A part of every layer: of the heads (and their pages), of the MLP's values, of the experts and of the vocabulary.
+    All gather where `numerics.leaves` joins their parts."""
 
     name, part = "tensor parallelism", "rank"
 

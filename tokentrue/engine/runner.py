@@ -1,4 +1,4 @@
-"""Computes the core's steps in this process; `processes.Processes` has the same methods for several."""
+"""Computes the core's steps in this process; `processes.Processes` does so in several."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class PromptRows:
 
 class StepWants(msgspec.Struct, frozen=True, kw_only=True):
     """`rows`: token rows whose logits are needed; `sampling` indexes into them. `routing`: token rows (first, end) of
-    each request that records its experts.
-    """
+    each request that records its experts."""
 
     rows: list[int] = []
     sampling: list[tuple[int, SamplingRow]] = []
@@ -49,8 +48,6 @@ class StepWants(msgspec.Struct, frozen=True, kw_only=True):
 
 @record
 class StepResult:
-    """Results in the order of `StepWants`."""
-
     sampled: list[Sampled | Exception]
     scored: list[list[float]]
     routes: list[RoutedExperts]
@@ -82,7 +79,7 @@ def scores_prompt(work: Work) -> bool:
 
 
 def answer(forward: Forward, logits: Tensor, wants: StepWants) -> StepResult:
-    """Builds the result from the logits of the requested rows; the caller adds the experts."""
+    """From the logits of the requested rows; the caller adds the experts."""
     scored, sampled = list[list[float]](), list[Sampled | Exception]()
     for part in wants.scoring:
         targets = torch.tensor(part.targets, device=logits.device)
@@ -193,7 +190,7 @@ PIECES = (77, 61, 1, 1, 1)
 
 
 def prove(forward: Forward, model: Any, steps: Sequence[StepInputs], adapter: Adapter | None = None) -> None:
-    """Raises ExactnessError with the first difference. `steps` are pieces of one sequence."""
+    """Raises ExactnessError with the first difference. `steps`: pieces of one sequence."""
     with torch.inference_mode():
         with nullcontext() if adapter is None else attach_adapter(model, forward.ops, adapter):
             wanted = model_logits(model, steps, forward.device)
@@ -232,7 +229,7 @@ class Difference:
 
 
 def difference_of(forward: Forward, model: Any, steps: Sequence[StepInputs]) -> Difference | None:
-    """Where the paged forward parts from one plain forward of the model (inside `exact` or not)."""
+    """Where the paged forward parts from the model's own (inside `exact` or not)."""
     engine: dict[str, Tensor] = {}
     trainer: dict[str, Tensor] = {}
 

@@ -1,7 +1,7 @@
 """Logits to tokens: Gumbel-max with counter-based noise, so that a request's tokens do not depend on the batch.
 
-The noise of a token is a hash of (seed, position, token id), in float64: token = argmax(scaled logits + noise), which
-samples from the softmax. Temperature 0 takes the argmax, and reports log-probabilities at temperature 1.
+token = argmax(scaled logits + noise), the noise a float64 hash of (seed, position, token id). Temperature 0 takes the
+argmax, and reports log-probabilities at temperature 1.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def top_logprobs(table_V: Tensor, count: int) -> dict[int, float]:
 
 
 def penalties(logits_RV: Tensor, requests: Sequence[SamplingRow]) -> dict[int, Tensor]:
-    """Rows with repetition (prompt and output), presence and frequency (output) penalties applied, in float32."""
+    """Rows with repetition (prompt and output), presence and frequency (output) penalties, in float32."""
     rows: dict[int, Tensor] = {}
     for i, request in enumerate(requests):
         s = request.sampling

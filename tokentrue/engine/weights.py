@@ -1,4 +1,4 @@
-"""Loads a model from a directory, and new weights into a live model, in place, by name; all of them or none."""
+"""Loads a model from a directory, and new weights into a live model by name; all of them or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 
 def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """In inference mode. A model object is used as it is, and the engine owns its weights from now on."""
+    """A model object is used as it is, and the engine owns its weights from now on."""
     if isinstance(source, nn.Module):
         if hasattr(source, "peft_config"):
             raise ExactnessError(
@@ -67,7 +67,7 @@ def load_weights(model: nn.Module, source: Weights) -> None:
 
 
 def checked_weights(targets: Mapping[str, Tensor], source: Weights, model: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, target, value) of every weight, checked against `targets`; raises at the end if some are missing."""
+    """Raises at the end if some weights are missing."""
     if isinstance(source, str | Path):
         source = read_directory(Path(source), targets, model)
     if isinstance(source, Mapping):
@@ -101,7 +101,6 @@ def plain_name(name: str) -> str:
 
 
 def target_of(targets: Mapping[str, Tensor], name: str, value: Any) -> Tensor:
-    """The model's tensor of this name, which has the shape of `value`."""
     target = targets.get(plain_name(name))
     if target is None:
         raise EngineError(f"weight {name!r} is not a parameter of this model; send the names of its own state_dict()")

@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Any, TypeAlias
+from typing import Any
 
 from tokentrue.client import AsyncClient
 from tokentrue.errors import ConfigError, GatewayError
@@ -20,7 +20,7 @@ from tokentrue.samples.groups import group_of, group_sessions
 from tokentrue.samples.trainer_rows import refuse_images
 from tokentrue.types import Sample
 
-Agent: TypeAlias = Callable[[Any, Any], Awaitable[float | None] | float | None]
+Agent = Callable[[Any, Any], Awaitable[float | None] | float | None]
 """`agent(client, task)`: any program that takes an `openai.AsyncOpenAI` and a task. A number that it returns is the
 reward."""
 
@@ -40,7 +40,7 @@ class GatewayRollouts:
     def run(
         self, tasks: Sequence[Any], groups: Sequence[str], *, first: int = 0, files: dict[str, bytes] | None = None
     ) -> list[list[Sample]]:
-        """The samples of each task's rollout. `first` is the place of the first task among those of all processes."""
+        """Each task's samples. `first` is the place of the first task among those of all processes."""
         return asyncio.run(self.run_async(tasks, groups, range(first, first + len(tasks)), files=files))
 
     async def run_rollout(
@@ -52,7 +52,6 @@ class GatewayRollouts:
         sampling: JsonMapping | None = None,
         files: dict[str, bytes] | None = None,
     ) -> list[Sample]:
-        """The samples of one rollout; `index` is its place in the group."""
         (samples,) = await self.run_async([task], [group], [index], sampling, files)
         return samples
 
@@ -64,7 +63,7 @@ class GatewayRollouts:
         sampling: JsonMapping | None = None,
         files: dict[str, bytes] | None = None,
     ) -> list[list[Sample]]:
-        """`sampling` adds what the framework scores with; `files` gets images by hash, which are refused without it."""
+        """`sampling`: what the framework scores with; `files` gets images by hash, which are refused without it."""
         if self.seed is not None and None in places:
             raise ConfigError(
                 "this trainer does not number the rollouts of a group, so one seed would make them all equal; leave "
@@ -98,8 +97,8 @@ class GatewayRollouts:
 
 
 def open_images(sample: Sample, files: Mapping[str, bytes], processor: Any) -> list[Any]:
-    """`PIL.Image`s for a trainer that computes pixels with its own `processor`, whose settings must be the recorded
-    ones: with others, counts and grids would not fit the ids. Backend and versions are the trainer's own."""
+    """`PIL.Image`s for a trainer with its own `processor`, whose settings must be the recorded ones: with others,
+    counts and grids would not fit the ids. Backend and versions are the trainer's."""
     own = getattr(processor, "image_processor", None)
     for run in sample.images:
         found = "none" if own is None else processor_identity(own)
@@ -127,7 +126,7 @@ def group_name(*parts: Any) -> str:
 
 
 def scored_settings(settings: JsonMapping | None) -> JsonObject:
-    """Of a framework's sampling settings those that change the distribution that it scores with."""
+    """Of a framework's settings those that change the distribution that it scores with."""
     temperature, top_p, top_k = ((settings or {}).get(name) for name in ("temperature", "top_p", "top_k"))
     pinned: JsonObject = {} if temperature is None else {"temperature": float(temperature)}
     if top_p is not None and top_p < 1:
@@ -138,7 +137,7 @@ def scored_settings(settings: JsonMapping | None) -> JsonObject:
 
 
 def centre_rewards(samples: Sequence[Sample]) -> list[float]:
-    """Each sample's session reward minus the mean of its group, where every session counts once."""
+    """Each sample's session reward less the mean of its group, where every session counts once."""
     sessions = group_sessions((group_of(sample), sample.session_id, require_reward(sample)) for sample in samples)
     return sessions.advantages(lambda rewards: [reward - sum(rewards) / len(rewards) for reward in rewards])
 

@@ -36,13 +36,9 @@ def generator(agent: Agent, *, url: str, step_wise: bool = False, **settings: An
                 raise ConfigError("the batch has no trajectory_ids, so its prompts cannot be grouped")
             step = input_batch["batch_metadata"].global_step if input_batch.get("batch_metadata") else None
             extras = input_batch["env_extras"] or [None] * len(trajectories)
+            rows = zip(input_batch["prompts"], input_batch["env_classes"], extras, strict=True)
             found = await rollouts.run_async(
-                [
-                    {"prompt": prompt, "env_class": kind, "extras": extra}
-                    for prompt, kind, extra in zip(
-                        input_batch["prompts"], input_batch["env_classes"], extras, strict=True
-                    )
-                ],
+                [{"prompt": prompt, "env_class": kind, "extras": extra} for prompt, kind, extra in rows],
                 [group_name(step, identity.instance_id) for identity in trajectories],
                 [identity.repetition_id for identity in trajectories],
                 scored_settings(input_batch["sampling_params"]),

@@ -40,7 +40,6 @@ def generate_function(agent: Agent, *, url: str, **settings: Any) -> Callable[..
 
 
 def _filled(sample: Any, recorded: JsonMapping) -> Any:
-    """A copy of the framework's sample with what was recorded."""
     made = copy.copy(sample)
     for name in FIELDS:
         setattr(made, name, recorded[name])

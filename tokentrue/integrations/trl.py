@@ -1,8 +1,8 @@
 """TRL: rows that are the gateway's record, for both of its GRPO trainers.
 
 `rollout_func` is for `GRPOTrainer`, which takes one row per rollout: the sample that trains most tokens;
-`tokens_left_out` counts the others (examples/trl_grpo.py). `rollout_worker` is for `AsyncGRPOTrainer`: every sample of
-a rollout is a row, with the oldest policy version of its trained tokens (examples/trl_async_grpo.py).
+`tokens_left_out` counts the others. `rollout_worker` is for `AsyncGRPOTrainer`: every sample is a row, with the oldest
+policy version of its trained tokens.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def correct_with_gateway_logprobs(trainer: Any, publish: Callable[[Any, int], No
 def carry_images(trainer: Any) -> None:
     """Lets `GRPOTrainer` train on the images that `rollout_func` returns.
 
-    TRL sees images of its dataset's prompts, and those that its own tool loop collects, wherever their tokens are. This
-    hands images on as if that loop had: `trainer.tools` is true only while TRL looks whether it ran.
+    TRL sees images of its dataset's prompts, and those that its own tool loop collects. This hands images on as if that
+    loop had: `trainer.tools` is true only while TRL looks whether it ran.
     """
     if trainer.tools or trainer._image_pad_token_id is None:
         raise ConfigError("TRL takes images of rollouts for Qwen's vision models alone, without tools of the trainer")
@@ -139,9 +139,9 @@ def rollout_worker(
 ) -> RolloutWorker:
     """`rollout_worker=` of `AsyncGRPOTrainer`: groups of `args.num_generations` rollouts of each task, over and over.
 
-    `args` is the trainer's `AsyncGRPOConfig`; its temperature is pinned, because TRL scores with it. `settings` are
-    those of `GatewayRollouts`. `announce_versions` tells the gateway each version, for an engine that TRL's own weight
-    transfer updates; `WeightTransfer` publishes the version with the weights.
+    `args`: the trainer's `AsyncGRPOConfig`; its temperature is pinned, because TRL scores with it. `settings`: of
+    `GatewayRollouts`. `announce_versions` tells the gateway each version, for an engine that TRL's own weight transfer
+    updates; `WeightTransfer` publishes the version itself.
     """
     if filters := [name for name, off in FILTERS_OFF.items() if getattr(args, name, None) not in off]:
         raise ConfigError(f"AsyncGRPOConfig.{filters[0]}: TRL scores without it; switch it off")
@@ -154,7 +154,7 @@ def rollout_worker(
 
 class RolloutWorker:
     """TRL's `RolloutWorkerProtocol`: a thread that runs rollouts while the trainer trains. Pauses while rows of
-    `args.max_staleness` steps wait: more would be discarded as stale."""
+    `args.max_staleness` steps wait: more would be stale."""
 
     def __init__(self, rollouts: GatewayRollouts, tasks: Sequence[Any], args: Any, *, announce_versions: bool) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
@@ -197,7 +197,6 @@ class RolloutWorker:
             self._failure = error
 
     async def _run_groups(self) -> None:
-        """Several groups at once, as many as fill `concurrency`."""
         at_once = max(1, self._rollouts.concurrency // self._num_generations)
         running: set[asyncio.Task[bool]] = set()
         number = failures = 0
@@ -239,7 +238,7 @@ class RolloutWorker:
 
 
 def rows_from_group(samples: Sequence[Sample], *, group_id: int, task: Any) -> list[Any]:
-    """`RolloutSample`s. A session counts once in the group, and its rows share its advantage, as TRL's own do."""
+    """`RolloutSample`s. A session counts once in the group, and its rows share its advantage."""
     import numpy as np
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
@@ -264,8 +263,8 @@ def rows_from_group(samples: Sequence[Sample], *, group_id: int, task: Any) -> l
 
 
 class WeightTransfer:
-    """TRL's `WeightTransferProtocol` by a function: `publish(state_dict, version)` returns when the engine has the
-    weights. The n-th transfer is version n, as TRL counts."""
+    """TRL's `WeightTransferProtocol`: `publish(state_dict, version)` returns when the engine has the weights. The n-th
+    transfer is version n, as TRL counts."""
 
     def __init__(self, publish: Callable[[Mapping[str, Any], int], None]) -> None:
         self._publish, self.version = publish, 0

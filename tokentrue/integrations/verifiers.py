@@ -1,5 +1,4 @@
-"""verifiers (0.4): any of its environments as an environment here, and the rewards of a `vf-eval` run that sampled
-through a gateway."""
+"""verifiers (0.4): its environments, and the rewards of a `vf-eval` run that sampled through a gateway."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ class VerifiersEnvironment:
 
 @contextmanager
 def key_variable(api_key: str) -> Generator[str]:
-    """verifiers reads keys from variables, and keeps those with API_KEY in their name from the agents' processes."""
+    """verifiers reads keys from variables, and hides those with API_KEY in their name from agents."""
     name = f"TOKENTRUE_API_KEY_{uuid4().hex}"
     os.environ[name] = api_key
     try:
@@ -86,10 +85,7 @@ def as_task(task: Any) -> Task:
 
 def record_rewards(run: str | Path, *, url: str, admin_key: str | None = None) -> dict[str, float]:
     """Gives the sessions of a `vf-eval` run (`output_dir/run.dir`) their rewards and ends them; returns them by session
-    id.
-
-    A session's group is its task. Traces that did not complete get no reward.
-    """
+    id. A session's group is its task. Traces that did not complete get no reward."""
     rewards: dict[str, float] = {}
     with Client(url, admin_key) as client:
         for _, line in read_numbered_lines(Path(run) / "traces.jsonl"):

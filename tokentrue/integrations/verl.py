@@ -97,8 +97,8 @@ def build_loop(of: Any, **arguments: Any) -> Any:
 
 
 def output_of(sample: Sample, images: Sequence[Any] = (), **extra: Any) -> Any:
-    """A sample as verl's `AgentLoopOutput`, with its opened images, whose pixels verl computes; weight versions are the
-    steps of its staleness control."""
+    """verl's `AgentLoopOutput`, with opened images, whose pixels verl computes; weight versions are the steps of its
+    staleness control."""
     if len(images) != len(sample.images):
         raise ConfigError(f"sample {sample.sample_id} has {len(sample.images)} images, not {len(images)}")
     verl: Any = import_module(AGENT_LOOPS)

@@ -3,13 +3,7 @@
 from tokentrue.mismatch.advantages import grpo_advantages, rloo_advantages, whitened_advantages
 from tokentrue.mismatch.correction import Corrected, Correction, correct
 from tokentrue.mismatch.diagnosis import Diagnosis, UpdateCheck, WorstRow, check_update, check_update_mipu, diagnose
-from tokentrue.mismatch.loss import (
-    LOSSES,
-    LossConfig,
-    Penalty,
-    loss_named,
-    policy_loss,
-)
+from tokentrue.mismatch.loss import LOSSES, LossConfig, Penalty, loss_named, policy_loss
 from tokentrue.mismatch.metrics import Metrics
 from tokentrue.mismatch.presets import PRESETS
 from tokentrue.mismatch.rules import (
@@ -25,32 +19,8 @@ from tokentrue.mismatch.rules import (
 )
 
 __all__ = [
-    "LOSSES",
-    "PRESETS",
-    "Corrected",
-    "Correction",
-    "Diagnosis",
-    "LossConfig",
-    "Metrics",
-    "Normalise",
-    "OffPolicyMask",
-    "Outlier",
-    "Penalty",
-    "Reject",
-    "ScoreCentering",
-    "SecondMoment",
-    "Staleness",
-    "UpdateCheck",
-    "Veto",
-    "Weights",
-    "WorstRow",
-    "check_update",
-    "check_update_mipu",
-    "correct",
-    "diagnose",
-    "grpo_advantages",
-    "loss_named",
-    "policy_loss",
-    "rloo_advantages",
-    "whitened_advantages",
-]
+    "LOSSES", "PRESETS", "Corrected", "Correction", "Diagnosis", "LossConfig", "Metrics", "Normalise", "OffPolicyMask",
+    "Outlier", "Penalty", "Reject", "ScoreCentering", "SecondMoment", "Staleness", "UpdateCheck", "Veto", "Weights",
+    "WorstRow", "check_update", "check_update_mipu", "correct", "diagnose", "grpo_advantages", "loss_named",
+    "policy_loss", "rloo_advantages", "whitened_advantages",
+]  # fmt: skip

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tokentrue.errors import InputError
 
-AdvantageScale: TypeAlias = Literal["group", "batch"]
+AdvantageScale = Literal["group", "batch"]
 
 
 def grpo_advantages(

@@ -2,8 +2,8 @@
 of a correction see it.
 
 A row's sum is taken in an order that depends on the row alone: its bits do not depend on other rows, padding or layout.
-r is always trainer ÷ rollout probability: `corr` is e^(old - rollout), the mismatch itself; `ppo_train` is
-e^(current - old) and `ppo_rollout` e^(current - rollout), which contain the policy's own drift.
+r is always trainer ÷ rollout probability: `corr` is e^(old - rollout), the mismatch itself; `ppo_train` is e^(current -
+old) and `ppo_rollout` e^(current - rollout), which contain the policy's drift.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from tokentrue.errors import InputError
 from tokentrue.mismatch.metrics import LOG_CLAMP
 from tokentrue.records import record
 
-Values: TypeAlias = Tensor | Sequence[Tensor]
+Values = Tensor | Sequence[Tensor]
 """A batch in one of three layouts: `[B, T]`, packed `[N]` with `cu_seqlens`, or one tensor per row."""
-Shape: TypeAlias = torch.Size | list[torch.Size]
-Bounds: TypeAlias = Tensor | Sequence[int] | None
+Shape = torch.Size | list[torch.Size]
+Bounds = Tensor | Sequence[int] | None
 """Row boundaries of packed 1-D tensors, from 0 to N."""
 
 
@@ -88,7 +88,7 @@ class Rows:
         return flatten(values).index_select(0, self.source).to(dtype)
 
     def read_wide(self, name: str, values: Values) -> Tensor:
-        """`[n, K]` from a batch with K values at each position, in a last dimension; differentiable."""
+        """`[n, K]` from K values at each position, in a last dimension; differentiable."""
         flat = values.flatten(0, -2) if isinstance(values, Tensor) else torch.cat(list(values))
         if flat.dim() != 2 or flat.shape[0] != self.offsets[-1]:
             raise InputError(f"{name}: needs K values in a last dimension at each of {self.offsets[-1]} positions")
@@ -139,7 +139,7 @@ class Rows:
 
 
 def sum_padded_rows(values: Tensor, lengths: Tensor) -> Tensor:
-    """Row sums by pairs of neighbours: torch's sums on a GPU order their terms by the shape of the whole batch."""
+    """By pairs of neighbours: torch's sums on a GPU order their terms by the shape of the whole batch."""
     width = int(lengths.max()) if lengths.numel() else 0
     if not width:
         return values.new_zeros(lengths.shape[0]) + values.sum()  # 0, and still part of the graph
@@ -193,11 +193,10 @@ def _offsets(like: Values, cu_seqlens: Bounds) -> tuple[int, ...]:
     return bounds
 
 
-Signal: TypeAlias = Literal["corr", "ppo_train", "ppo_rollout"]
-Need: TypeAlias = Literal["old", "current", "advantages", "versions", "head"]
-"""Policies and values per token that a rule may need; "head", both policies at the sampler's most likely ids, concerns
-the loss alone."""
-NonFinite: TypeAlias = Literal["raise", "unit"]
+Signal = Literal["corr", "ppo_train", "ppo_rollout"]
+Need = Literal["old", "current", "advantages", "versions", "head"]
+"""What a rule may need; "head", both policies at the sampler's most likely ids, concerns the loss alone."""
+NonFinite = Literal["raise", "unit"]
 
 
 class BatchOptions(TypedDict, total=False):
@@ -210,7 +209,7 @@ class BatchOptions(TypedDict, total=False):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Batch:
-    """Log-probabilities of the valid tokens, and the decisions of the rules about them."""
+    """Log-probabilities of the valid tokens, and what the rules decided."""
 
     rows: Rows
     options: BatchOptions
@@ -301,5 +300,5 @@ def read_batch(
 
 
 def interpolate_policy(current: Tensor, rollout: Tensor, age: Tensor) -> Tensor:
-    """A-3PO's proximal log-probabilities (arXiv 2512.06547): the policy one version before the current one."""
+    """A-3PO (arXiv 2512.06547): the policy one version before the current one."""
     return rollout + (1 - 1 / age.clamp(min=1)) * (current - rollout)

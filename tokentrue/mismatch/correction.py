@@ -200,9 +200,7 @@ def correct_batch(batch: Batch, config: Correction, dtype: torch.dtype) -> Corre
                 stacklevel=4,
             )
     return Corrected(
-        weights=rows.scatter(weights, dtype),
-        mask=rows.scatter(~batch.dropped, torch.bool),
-        metrics=metrics,
+        weights=rows.scatter(weights, dtype), mask=rows.scatter(~batch.dropped, torch.bool), metrics=metrics
     )
 
 

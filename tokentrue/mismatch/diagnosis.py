@@ -1,5 +1,6 @@
 """`diagnose`: what differs between trainer and rollout, where, and what it does to the objective; `check_update`:
-whether to keep a whole update. The metrics' names: docs/mismatch.md."""
+whether to keep an update. The metrics' names: docs/mismatch.md.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tokentrue.records import record
 
 @record
 class WorstRow:
-    """A row that disagrees; `score` is its mean K3, `position` the valid token with the largest |δ|."""
+    """`score` is the row's mean K3, `position` the valid token with the largest |δ|."""
 
     row: str
     score: float
@@ -200,7 +201,7 @@ def measure_ppo(batch: Batch) -> dict[str, Statistic]:
 
 
 def measure_contribution(batch: Batch) -> dict[str, Statistic]:
-    """Moments of C(r) by the sign of A. Without a current policy the trainer's own is taken for it."""
+    """Moments of C(r) by the sign of A; the trainer's own policy is the current one if none is given."""
     advantages = batch.per_token("advantages") if batch.has("advantages") else torch.zeros_like(batch.corr)
     own = torch.zeros_like(batch.corr) if batch.current is None else batch.log_ratio("ppo_train")
     theirs = batch.corr if batch.current is None else batch.log_ratio("ppo_rollout")
@@ -250,9 +251,9 @@ def check_update(
     min_gain: float = 0.0,
     max_divergence: float | None = None,
 ) -> UpdateCheck:
-    """Whether the mean of (r - 1)·A is at least `min_gain`, r = updated ÷ rollout, both the engine's, of the samples
-    that the update was made from. The principle is MIPU's (arXiv 2606.29526), the estimator our own;
-    `check_update_mipu` is the paper's. Where no token has an advantage, `min_gain` does not count."""
+    """Whether the mean of (r - 1)·A is at least `min_gain` (if any token has an advantage), r = updated ÷ rollout, both
+    the engine's, of the samples that the update was made from. The principle is MIPU's (arXiv 2606.29526);
+    `check_update_mipu` is the paper's estimator."""
     batch, x, per_token = _read_update(updated_logprobs, rollout_logprobs, advantages, mask, cu_seqlens)
     has_advantage = bool((per_token != 0).any())
     gain, divergence = -float(contribution(x, per_token).mean()), float(k3(x).mean())

@@ -1,7 +1,8 @@
-"""Other frameworks' own configuration dictionaries as the fields of a `Correction`.
+"""Other frameworks' configuration dictionaries as the fields of a `Correction`.
 
-By default a key means what its framework's documentation says. Where the code behaves differently, `faithful=True`
-reproduces the code, and the correction's `notes` say so. Unknown keys are refused."""
+A key means what its framework documents. Where the code behaves differently, `faithful=True` reproduces the code, and
+the correction's `notes` say so. Unknown keys are refused.
+"""
 
 from __future__ import annotations
 

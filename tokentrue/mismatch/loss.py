@@ -1,8 +1,8 @@
 """`LossConfig`, one policy loss by the names of papers, and `policy_loss`: ratio, loss per token, correction, penalty,
 aggregate.
 
-Gradient flows through the current policy's log-probabilities only. All arithmetic is float64. A batch of which nothing
-is left has loss 0 and zero gradient.
+Gradient flows through the current policy's log-probabilities only, in float64. A batch of which nothing is left has
+loss 0 and zero gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import torch
 from msgspec import Meta
@@ -27,7 +27,7 @@ from tokentrue.mismatch.rules import Surrogate, refuse
 from tokentrue.records import record
 from tokentrue.types import AtLeastOne, Checked, Finite, NotNegative, Positive, check_fields
 
-Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed_length", "token_sum"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed_length", "token_sum"]
 
 
 @record
@@ -117,13 +117,11 @@ def loss_named(name: str, **changes: Any) -> LossConfig:
     return LossConfig(**{**LOSSES[name], **changes})
 
 
-TokenLoss: TypeAlias = tuple[Tensor, dict[str, Statistic]]
+TokenLoss = tuple[Tensor, dict[str, Statistic]]
 
 
 @record(eq=False)
 class Tokens:
-    """What a surrogate sees: a value per valid token."""
-
     rows: Rows
     current: Tensor
     base: Tensor  # log-probabilities of the denominator
@@ -335,14 +333,7 @@ def _read_tokens(
 
 
 def _reduce(
-    rows: Rows,
-    config: LossConfig,
-    values: Tensor,
-    kept: Tensor,
-    *,
-    lengths: Tensor,
-    num_tokens: float,
-    num_rows: float,
+    rows: Rows, config: LossConfig, values: Tensor, kept: Tensor, *, lengths: Tensor, num_tokens: float, num_rows: float
 ) -> Tensor:
     sums = rows.sum(values.masked_fill(~kept, 0))
     if config.aggregate == "token_sum":

@@ -1,8 +1,9 @@
-"""The estimators, and metrics that merge: what data-parallel ranks and micro-batches combine.
+"""The estimators, and metrics that merge over ranks and micro-batches.
 
-Estimators take log r with r = trainer ÷ rollout (or the PPO ratio that is named) and estimate KL(rollout ‖ trainer) from
-tokens sampled by the rollout policy. Every key is present on every rank; where nothing was counted, means and extremes
-read 0."""
+Estimators take log r with r = trainer ÷ rollout (or the PPO ratio that is named) and estimate KL(rollout ‖ trainer)
+from tokens sampled by the rollout policy. Every key is present on every rank; where nothing was counted, means and
+extremes read 0.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -189,7 +189,7 @@ class Histogram:
                 yield f"{name}/{prefix}{share * 100:g}", value
 
 
-Statistic: TypeAlias = Count | Mean | Extremes | Moments | Histogram
+Statistic = Count | Mean | Extremes | Moments | Histogram
 
 
 class Metrics(Mapping[str, float]):

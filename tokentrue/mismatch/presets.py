@@ -8,14 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tokentrue.mismatch.correction import Correction
-from tokentrue.mismatch.rules import (
-    Normalise,
-    OffPolicyMask,
-    Reject,
-    ScoreCentering,
-    SecondMoment,
-    Weights,
-)
+from tokentrue.mismatch.rules import Normalise, OffPolicyMask, Reject, ScoreCentering, SecondMoment, Weights
 
 _TOKEN = Weights(level="token", mode="truncate", upper=2.0)
 _SEQUENCE = Weights(level="sequence", mode="truncate", upper=2.0)

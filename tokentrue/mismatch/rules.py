@@ -1,5 +1,5 @@
-"""The rules of a correction: each has its settings, validated on construction, what it `needs`, its text, and what it
-does to a batch. docs/new-correction.md says how to add one. A value that equals a bound is inside it.
+"""The rules of a correction: settings, validated on construction, what each `needs`, its text, and what it does to a
+batch. How to add one: docs/new-correction.md. A value that equals a bound is inside it.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from msgspec import Meta
@@ -19,11 +19,11 @@ from tokentrue.mismatch.metrics import ESTIMATORS
 from tokentrue.records import record
 from tokentrue.types import Checked, Count, NotNegative, check_fields, is_finite
 
-Level: TypeAlias = Literal["token", "sequence", "geometric"]
-Mode: TypeAlias = Literal["truncate", "clip", "mask", "raw"]
-Estimator: TypeAlias = Literal["ratio", "k1", "k2", "k3"]
-Aggregate: TypeAlias = Literal["token", "seq_sum", "seq_mean", "seq_max", "geometric"]
-Surrogate: TypeAlias = Literal["ppo", "ratio", "reinforce", "gspo", "cispo", "dppo_tv", "sapo", "vespo"]
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["truncate", "clip", "mask", "raw"]
+Estimator = Literal["ratio", "k1", "k2", "k3"]
+Aggregate = Literal["token", "seq_sum", "seq_mean", "seq_max", "geometric"]
+Surrogate = Literal["ppo", "ratio", "reinforce", "gspo", "cispo", "dppo_tv", "sapo", "vespo"]
 
 RATIO: dict[Signal, str] = {
     "corr": "π_old/π_rollout",
@@ -78,7 +78,7 @@ class BoundedRule(Rule):
         return self.lower is not None or self.upper is not None
 
     def check(self, refused: Mapping[str, bool], *, perfect: int = 1) -> None:
-        """`refused` has reasons, and whether each applies; `perfect` is the value (of a ratio, 1) of agreement."""
+        """`refused`: whether each reason applies; `perfect`: the value (of a ratio, 1) of agreement."""
         owner, low, high = type(self).__name__, self.lower, self.upper
         check_fields(self, owner)
         for field, value in (("lower", low), ("upper", high)):
@@ -112,8 +112,8 @@ class BoundedRule(Rule):
 @record
 class Normalise(Checked):
     """Divides the weights by their mean over this call of `correct`: of "kept" tokens, of all "valid" ones with masked
-    weights as 0, or of all with "raw" masked weights. `empty_rows` counts rows without tokens as weight 0 (Miles
-    does)."""
+    weights as 0, or of all with "raw" masked weights. `empty_rows` counts rows without tokens as weight 0 (as Miles).
+    """
 
     level: Literal["token", "sequence"] = "token"
     over: Literal["kept", "valid", "raw"] = "kept"
@@ -122,8 +122,8 @@ class Normalise(Checked):
 
 @record
 class Weights(BoundedRule):
-    """Importance weights, always detached: per token, the row's product ("sequence") or its geometric mean. "mask"
-    (IcePop) sets a weight outside the bounds to 0 and leaves the mask alone."""
+    """Importance weights, detached: per token, the row's product ("sequence") or its geometric mean. "mask" (IcePop)
+    sets a weight outside the bounds to 0 and leaves the mask alone."""
 
     level: Level = "token"
     mode: Mode = "truncate"
@@ -260,7 +260,7 @@ class Outlier(BoundedRule):
 
 @record
 class OffPolicyMask(Rule):
-    """DeepSeek-V3.2's off-policy mask: drops negative advantages in rows whose mean -log r exceeds `threshold`."""
+    """DeepSeek-V3.2: drops negative advantages in rows whose mean -log r exceeds `threshold`."""
 
     also: ClassVar[frozenset[Need]] = frozenset({"advantages"})
     threshold: NotNegative
@@ -277,8 +277,8 @@ class OffPolicyMask(Rule):
 
 @record
 class SecondMoment(Rule):
-    """M2PO (arXiv 2510.01161). "harmful" looks only where PPO's clip would act, as the paper's Algorithm 1; "all" at
-    every valid token, as AReaL. All tokens of one call are sorted together: give it the whole mini-batch."""
+    """M2PO (arXiv 2510.01161). "harmful" looks only where PPO's clip would act, as the paper; "all" at every valid
+    token, as AReaL. All tokens of one call are sorted together: give it the whole mini-batch."""
 
     threshold: NotNegative = 0.04
     signal: Signal = "ppo_rollout"

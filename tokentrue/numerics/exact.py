@@ -1,8 +1,7 @@
 """`exact(model)`: replaces the operators of a Hugging Face decoder by exact ones; undone on exit, also on error.
 
 No process-wide state changes: a replaced `forward` is set on the module object, and attention goes through
-transformers' AttentionInterface under our name. The `Contract` lists what the bits depend on besides the inputs: two
-sides with the same fingerprint compute the same bits.
+transformers' AttentionInterface under our name.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from tokentrue.records import record
 
 @record
 class Contract:
-    """Every operator with its implementation, the machine it was checked on, and the fallbacks."""
+    """What the bits depend on besides the inputs: every operator with its implementation, the machine it was checked
+    on, and the fallbacks. Two sides with the same fingerprint compute the same bits."""
 
     operators: Mapping[str, str]
     machine: Mapping[str, str]
@@ -46,7 +46,6 @@ class Contract:
         return "exact:" + hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def require(self, other: str | None) -> None:
-        """Raises unless `other` is our fingerprint."""
         if other != self.fingerprint:
             raise ExactnessError(
                 f"fingerprints differ ({other} there, {self.fingerprint} here): the numbers may not be called exact"
@@ -125,8 +124,6 @@ OPS = "_tokentrue_ops"
 
 @record
 class AttentionParts:
-    """The configurations that name a model's attention, and its attention modules."""
-
     configs: tuple[Any, ...]
     modules: tuple[nn.Module, ...]
 
@@ -239,8 +236,6 @@ STATE = "_tokentrue_exact"
 
 @dataclass(slots=True)
 class State:
-    """Attached to the model while `exact` is active."""
-
     ops: Ops
     contract: Contract
 
@@ -254,7 +249,7 @@ BOOKKEEPING = frozenset(nn.Module().__dict__) | {STATE, OPS, PREPARED}
 
 @record(eq=False)
 class Signature:
-    """What plan and contract are derived from: plain values are compared, all other objects are the same ones."""
+    """Plain values are compared, all other objects are the same ones."""
 
     values: tuple[object, ...]
     objects: tuple[object, ...]
@@ -302,7 +297,7 @@ class Signature:
 
 @record(eq=False)
 class Preparation:
-    """Plan and contract of a model; attached to it after its first `exact`, so that entering again costs little."""
+    """Attached to the model after its first `exact`: entering again costs little."""
 
     signature: Signature
     ops: Ops
@@ -319,7 +314,7 @@ class Preparation:
         return cls(signature=Signature.of(model), ops=ops, plan=plan, attention=attention, contract=contract)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copied or pickled model has none: the plan is of this model's modules."""
+        """A copied or pickled model has none."""
         return type(None), ()
 
     def __deepcopy__(self, memo: object) -> None:
@@ -347,8 +342,8 @@ def exact(
     """Runs `model` on exact operators inside the block; backward passes belong inside, too (checkpointing reruns
     forward).
 
-    `leaves`: as many as an engine with tensor parallelism has (`engine.leaves`); its size does not matter. `shapes`: of
-    the whole model, if this is a part of one.
+    `leaves`: as many as an engine with tensor parallelism has (`engine.leaves`). `shapes`: of the whole model, if this
+    is a part of one.
     """
     active: State | None = model.__dict__.get(STATE)
     if active is not None:

@@ -1,10 +1,10 @@
 """Bits that do not depend on how many ranks share a layer (tensor and expert parallelism).
 
-Row-parallel products (`o_proj`, `down_proj`) cut K into a fixed number of leaves. Each leaf is one float32 product; one
-binary tree joins neighbours in float32, and the total is rounded once. A rank has a whole subtree, and the tree goes on
-over the ranks' totals: gathered, because the order of a reduction depends on their number. Columns, heads and experts
-are in no sum with others; the rows of experts are gathered and added in slot order. Leaves change the bits, so both sides
-need the same number, which the fingerprint names.
+Row-parallel products (`o_proj`, `down_proj`) cut K into a fixed number of leaves, each one float32 product; one binary
+tree joins neighbours in float32, and the total is rounded once. A rank has a whole subtree, and the tree goes on over
+the ranks' totals: gathered, because the order of a reduction depends on their number. Columns, heads and experts are in
+no sum with others; the rows of experts are gathered and added in slot order. Leaves change the bits: both sides need
+the same number, which the fingerprint names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ COLUMNS = 16  # the vocabulary is cut at multiples of this
 
 
 def leaves_for(tensor: int | None, leaves: int | None) -> int:
-    """What an engine with these settings has."""
     return leaves if leaves is not None else 1 if tensor in (None, 1) else LEAVES
 
 
@@ -67,7 +66,6 @@ def run_experts(ops: Ops, x: Tensor, index: Tensor, weight: Tensor, experts: Exp
 
 # ---- which models, and how they are cut
 def check_leaves(model: Any, leaves: int) -> None:
-    """Raises unless the model has a form with this many leaves."""
     if leaves not in CHOICES:
         raise ConfigError(f"leaves={leaves}: choose one of {', '.join(map(str, CHOICES))}")
     kind = getattr(model.config, "model_type", "")
@@ -84,7 +82,6 @@ def check_leaves(model: Any, leaves: int) -> None:
 
 
 def check_ranks(model: Any, size: int, leaves: int) -> None:
-    """Raises unless `size` ranks can share the model's layers."""
     check_leaves(model, leaves)
     config, sizes = model.config, sizes_for(leaves)
     if size not in sizes:
@@ -116,7 +113,7 @@ def cut_evenly(count: int, size: int, unit: int = 1) -> list[range]:
 
 
 def cut_key_heads(count: int, size: int) -> list[range]:
-    """Of each rank; where there are more ranks than key heads, they share them."""
+    """Where there are more ranks than key heads, they share them."""
     return [range(i * count // size, max(i * count // size + 1, (i + 1) * count // size)) for i in range(size)]
 
 
@@ -138,7 +135,7 @@ def cut_heads(heads: tuple[int, int, int], leaves: int) -> set[tuple[int, int, i
 
 @torch.no_grad()
 def check_parts(ops: Ops, shapes: ModelShapes, device: torch.device) -> None:
-    """Compares columns, heads and sums over leaves with those that ranks compute; raises where they differ."""
+    """Raises where columns, heads and sums over leaves differ from those that ranks compute."""
     for dtype, linears in shapes.linears.items():
         for k in {k for k, _, _ in linears}:
             if not columns_agree(ops, k, sorted({n for other, n, _ in linears if other == k}), dtype, device):

@@ -44,7 +44,6 @@ class KeptRows:
         return KeptRows(token_ids=self.token_ids[int(offsets[0]) : int(offsets[-1])], offsets=offsets - offsets[0])
 
     def take(self, rows: Tensor) -> KeptRows:
-        """Any rows, in the order of `rows`."""
         counts = self.offsets.diff()
         ids = self.token_ids.split(counts.tolist())
         taken = [ids[row] for row in rows.tolist()] or [self.token_ids[:0]]
@@ -63,12 +62,11 @@ class KeptRows:
 
 
 def remove_filtered(scaled_RV: Tensor, kept: KeptRows | None) -> Tensor:
-    """Scaled logits with -inf where a filter removed the id, as in the sampler."""
     return scaled_RV if kept is None else scaled_RV.masked_fill(kept.removed(scaled_RV.shape[-1]), -torch.inf)
 
 
 def scale_logits(logits_RV: Tensor, temperature: Tensor | float) -> Tensor:
-    """float32 logits over temperature (a number or one per row)."""
+    """`temperature`: a number or one per row."""
     if not isinstance(temperature, Tensor):
         if temperature == 1.0:
             return logits_RV.float()
@@ -120,7 +118,6 @@ class HeadSettings:
 
     @property
     def is_plain(self) -> bool:
-        """True if dividing by the temperature changes nothing."""
         return not isinstance(self.temperature, Tensor) and self.temperature == 1.0
 
     def of(self, rows: slice) -> HeadSettings:
@@ -334,7 +331,7 @@ def scoring_head(
 def logits_of(
     model: nn.Module, ids_BT: Tensor, packed: Packed | None = None, images: SeenImages | None = None
 ) -> Tensor:
-    """Plain forward pass inside `exact`: [B,T,V] in the model's dtype. `ids_BT` may be embeddings [B,T,K]."""
+    """Inside `exact`: [B,T,V] in the model's dtype. `ids_BT` may be embeddings [B,T,K]."""
     b, t = ids_BT.shape[:2]
     if packed is None:
         positions = torch.arange(t, device=ids_BT.device).expand(b, t)

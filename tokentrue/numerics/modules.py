@@ -1,10 +1,9 @@
 """The exact form of each kind of Hugging Face module, and the closed list of torch functions for the code between them.
 
-Glue code (residual sums, gates, routers) calls torch directly. Under `exact` each such call goes through
-`ExactFunctions`: products, and elementwise functions whose bits depend on an element's position in memory, are computed
-by the exact operators; listed functions pass; any other is refused by name. Functions are listed because they move or
-select values, or because `CpuOps.self_test` checks that their bits do not depend on the batch. Parameters are read
-from a module at call time: FSDP2 gathers them just before.
+Under `exact` each torch call of glue code goes through `ExactFunctions`: products, and elementwise functions whose bits
+depend on an element's position in memory, are computed by the exact operators; listed functions pass, because they move
+or select values or `CpuOps.self_test` checks them; any other is refused by name. Parameters are read at call time:
+FSDP2 gathers them just before.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ Forward = Callable[..., Any]
 
 
 class ExactFunctions(TorchFunctionMode):
-    """Applies the list inside one module's forward; `name` is the module's, for the error."""
+    """Inside one module's forward; `name` is the module's, for the error."""
 
     def __init__(self, ops: Ops, name: str) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class ExactFunctions(TorchFunctionMode):
 
 
 class ExactAngles(TorchFunctionMode):
-    """Makes cos and sin exact inside a rotary embedding; the rest is unchanged (its product sums one term)."""
+    """Makes cos and sin exact inside a rotary embedding; its product sums one term."""
 
     def __init__(self, ops: Ops) -> None:
         super().__init__()
@@ -134,7 +133,6 @@ def guard(name: str, ops: Ops, forward: Forward) -> Forward:
 
 
 def unguard(forward: Forward) -> Forward:
-    """`forward` of an exact operator: its torch calls pass."""
 
     def free(*args: object, **kwargs: object) -> object:
         with torch._C.DisableTorchFunction():
@@ -173,7 +171,7 @@ def plan_of(model: nn.Module, ops: Ops) -> list[Replacement]:
 
 
 def computes(name: str, module: nn.Module) -> bool:
-    """True if a module without an exact form has code; raises if that code may not be exact."""
+    """Whether a module without an exact form has code; raises if that code may not be exact."""
     parameters = [name for name, value in module.named_parameters(recurse=False) if value is not None]
     what = f"{name} ({type(module).__name__}) has no exact form"
     sinks_alone = parameters == ["sinks"] and hasattr(module, "o_proj")  # they reach `exact_attention` as `s_aux`
@@ -212,7 +210,7 @@ def exact_form(name: str, module: Any, ops: Ops) -> Forward | None:
 
 
 def adapted_forward(name: str, module: Any, ops: Ops) -> Forward:
-    """base(x) + B(A(x)) * scale for the one active adapter, in the engine's order of operations."""
+    """base(x) + B(A(x)) * scale for the one active adapter, in the engine's order."""
     base = module.base_layer
     biases = (name for name, bias in module.lora_bias.items() if bias)
     other = (*module.lora_magnitude_vector, *module.lora_embedding_A, *biases)
@@ -245,9 +243,8 @@ def is_router(module: nn.Module) -> bool:
 
 
 def softmax_router(module: Any) -> bool | None:
-    """Whether the router divides the chosen probabilities by their sum, found by running its code on another weight;
-    None if it is not a plain softmax router.
-    """
+    """Whether the router divides the chosen probabilities by their sum, found by its code on another weight; None if it
+    is not a plain softmax router."""
     top_k = getattr(module, "top_k", None)
     if not isinstance(top_k, int) or not is_router(module) or list(module.buffers()):
         return None
@@ -285,7 +282,7 @@ def router_forward(module: Any, ops: Ops, normalise: bool) -> Forward:
 
 
 def norm_kind(name: str, module: nn.Module) -> tuple[float, NormForm]:
-    """eps and form, found by running the module's code on another weight: formula in float32, rounding in bfloat16."""
+    """eps and form, found by the module's code on another weight: formula in float32, rounding in bfloat16."""
     what = f"{name} ({type(module).__name__}) has no exact form"
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
@@ -316,9 +313,8 @@ def run_stand_in(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | No
 
 
 def rotary_forward(name: str, module: Any, ops: Ops) -> Forward:
-    """With float32 frequencies as the host computes them: `model.bfloat16()` rounds them, and a model built on a GPU has
-    different last bits. Frequencies that are not the config's are unchanged.
-    """
+    """With float32 frequencies as the host computes them: `model.bfloat16()` rounds them, and a model built on a GPU
+    has different last bits. Frequencies that are not the config's are unchanged."""
     own = list(module.buffers(recurse=False))
     is_rounded = any(buffer.dtype != torch.float32 for buffer in own)
     if hasattr(module, "config"):
@@ -342,7 +338,6 @@ def rotary_forward(name: str, module: Any, ops: Ops) -> Forward:
 
 
 def activation_kind(module: nn.Module) -> str | None:
-    """The name under which transformers builds this module, if it is one of ours."""
     for kind in ACTIVATIONS:
         if kind in ACT2CLS and type(module) is type(ACT2FN[kind]):
             return kind

@@ -1,5 +1,5 @@
-"""Routing replay for mixture-of-experts models of transformers: record which experts each token took, and make a later
-pass take them.
+"""Routing replay for mixture-of-experts models: records which experts each token took, and makes a later pass take
+them.
 
 The experts' weights come from the current router, with gradient; where the rollout's weights are given too, they are
 the values, and the gradient is still the router's.
@@ -25,7 +25,6 @@ from tokentrue.types import RoutedExperts, Sample
 
 
 def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The top-k routers of a model, in the order of its layers."""
     found = [
         (name, module)
         for name, module in model.named_modules()
@@ -43,8 +42,6 @@ def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @dataclass(slots=True, eq=False)
 class RoutingRecord:
-    """Filled while its `with` block runs."""
-
     layers: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
 
     @property
@@ -57,7 +54,7 @@ class RoutingRecord:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """Records every router's choice; of one sequence at a time where the model decodes."""
+    """Records every router's choice, of one sequence at a time where the model decodes."""
     found = routers(model)
     record = RoutingRecord(layers=[[] for _ in found])
 
@@ -77,10 +74,8 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
 @contextmanager
 def replay_routing(model: nn.Module, experts: Tensor, weights: Tensor | None = None) -> Iterator[None]:
-    """Makes each router take `experts[:, layer]`, `[tokens, layers, top_k]`, batch rows end to end.
-
-    A token whose entries are `FREE` chooses for itself. `weights` of the same shape replace the router's values.
-    """
+    """Makes each router take `experts[:, layer]`, `[tokens, layers, top_k]`, batch rows end to end; a token whose
+    entries are `FREE` chooses for itself. `weights` of the same shape replace the router's values."""
     found = routers(model)
     if experts.dim() != 3 or experts.shape[1] != len(found):
         raise InputError(
@@ -156,7 +151,7 @@ def from_routed(routed: RoutedExperts) -> Tensor:
 
 
 def routing_of(sample: Sample) -> Tensor:
-    """A sample's experts for `replay_routing`; the last token is no input, its row is `FREE`."""
+    """For `replay_routing`; the last token is no input, its row is `FREE`."""
     rows = from_routed(_required_routing(sample))
     return torch.cat((rows, torch.full((1, *rows.shape[1:]), FREE, dtype=torch.int16)))
 

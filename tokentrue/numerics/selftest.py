@@ -1,4 +1,4 @@
-"""What the start-up checks of all devices share: some rows against all, attention over pages against whole sequences."""
+"""What the start-up checks of all devices share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokentrue.numerics.ops import AttentionSpec, Ops, PagedBatch, same_bits
 def differing_cuts(
     function: Callable[[Tensor], Tensor], x: Tensor, cuts: Iterable[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Of `cuts` (start, count) of the rows those whose results differ from the same rows of the whole."""
+    """Those (start, count) of the rows whose results differ from the same rows of the whole."""
     whole = function(x)
     for start, count in cuts:
         if not same_bits(function(x[start : start + count].clone()), whole[start : start + count]):
@@ -24,7 +24,7 @@ Pages = tuple[Tensor, Tensor, Tensor]  # keys, values, table [1, W]
 
 
 def fill_pages(ops: Ops, k: Tensor, v: Tensor, random: torch.Generator) -> Pages:
-    """The keys and values [T, J, D] of one sequence on shuffled pages."""
+    """Keys and values [T, J, D] of one sequence on shuffled pages."""
     (tokens, heads, size), block = k.shape, ops.block_size
     pages = -(-tokens // block)
     table = torch.randperm(pages, device=k.device, generator=random).to(torch.int32) + 1
@@ -51,7 +51,6 @@ def paged_batch(first: int, count: int, table: Tensor, copies: int = 1) -> Paged
 def differing_runs(
     ops: Ops, q: Tensor, whole: Tensor, pages: Pages, spec: AttentionSpec, runs: Iterable[tuple[int, int]], copies: int
 ) -> list[int]:
-    """Of `runs` (first, count) of the queries the first positions where attention over pages is not `whole`."""
     differing = []
     for first, count in runs:
         queries, wanted = (x[first : first + count].repeat(copies, 1, 1) for x in (q, whole))

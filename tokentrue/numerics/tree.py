@@ -1,7 +1,7 @@
 """Rows that share a prefix as one pack: a shared token is computed once, and its descendants follow it depth first.
 
 Positions, ancestors and the order of every sum are those of the row by itself, so scores have its bits. A token that
-several rows hold has a score for each temperature and set of kept ids; autograd adds what the rows' losses want of it.
+several rows hold has a score for each temperature and set of kept ids.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from tokentrue.numerics.ops import Branches, Packed, same_bits
 from tokentrue.numerics.vision import SeenImages
 from tokentrue.records import record
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def sort_by_prefix(names: Sequence[Array]) -> tuple[list[int], list[int]]:
@@ -46,8 +46,7 @@ class TokenTree:
 
     @classmethod
     def of(cls, names: Sequence[Array], *, shared: bool = True, device: torch.device | str = "cpu") -> TokenTree:
-        """`names`: uint8 [T, W] of each row; tokens with equal bytes after equal prefixes are one, unless `shared` is
-        False."""
+        """`names`: uint8 [T, W] of each row; tokens with equal bytes after equal prefixes are one if `shared`."""
         lengths = tuple(map(len, names))
         order, common = sort_by_prefix(names) if shared else (list(range(len(names))), [0] * len(names))
         starts = list(accumulate(lengths, initial=0))
@@ -93,9 +92,8 @@ def score_tree(
     model: nn.Module, tree: TokenTree, ids: Tensor, temperatures: Tensor, kept: KeptRows | None = None, *, entropy: bool = False,
     images: SeenImages | None = None, more_ids: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """For each row float32 [T, 2 + K]: the scores of `scores_of`; 0 for the first token. What is
-    given is that of the rows end to end, on the host; images only if nothing is shared. Differentiable.
-    """
+    """For each row float32 [T, 2 + K]: the scores of `scores_of`; 0 for the first token. Arguments are of the rows end
+    to end, on the host; images only if nothing is shared. Differentiable."""
     device = next(model.parameters()).device
     places, of_place = distinct_scores(tree, temperatures, kept, apart=more_ids is not None)
     parents = tree.nodes[places - 1]
@@ -128,7 +126,7 @@ def score_tree(
 def distinct_scores(
     tree: TokenTree, temperatures: Tensor, kept: KeptRows | None, *, apart: bool
 ) -> tuple[Array, Array]:
-    """A place in the rows for each score that is computed, and each place's number of its score (first tokens: -1)."""
+    """A place in the rows for each score that is computed, and each place's score number (first tokens: -1)."""
     heats = np.unique(temperatures.numpy(), return_inverse=True)[1]
     keys = tree.nodes * (heats.max(initial=0) + 1) + heats
     if kept is not None:
@@ -145,7 +143,7 @@ def distinct_scores(
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Whether a tree has the bits of its rows under this model; tried on one, in evaluation mode."""
+    """Whether a tree has the bits of its rows under this model, in evaluation mode."""
     table: Any = model.get_input_embeddings()  # pyright: ignore
     first, second, third = torch.randint(table.num_embeddings, (3, 140), generator=torch.Generator().manual_seed(7))
     branch = torch.cat((first[:90], second[:60]))

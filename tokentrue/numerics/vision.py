@@ -1,7 +1,6 @@
 """The vision tower of Qwen3-VL under `exact`, and what images add to a sequence of ids.
 
-Each image is encoded by itself, on both sides: all shapes, and so the order of every sum, depend on the image alone,
-and its features on the image and the weights. Which images share a batch, or are encoded twice, changes no bit.
+Each image is encoded by itself: all shapes, and so the order of every sum, depend on it alone.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Grid = tuple[int, ...]
 
 @record(eq=False)
 class SeenImages:
-    """The images in ids [1,T]. `order`: of each run of placeholders, which of the distinct images it shows."""
+    """The images in ids [1,T]. `order`: which of the distinct images each run of placeholders shows."""
 
     pixels: tuple[Tensor, ...]  # [patches, values] of each distinct image
     grids: tuple[Grid, ...]  # of each run
@@ -34,7 +33,6 @@ class SeenImages:
     positions: Tensor  # int64 [3,T]: time, height and width of the rotary embedding
 
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        """For the model's own forward under `exact`."""
         return {
             "pixel_values": torch.cat(self.pixels).to(device),
             "image_grid_thw": torch.tensor(self.grids, device=device),
@@ -48,7 +46,7 @@ def merge_size(model: Any) -> int:
 
 
 def tower_name(model: nn.Module) -> str | None:
-    """The vision tower's; raises if it has no exact form."""
+    """Raises if the tower has no exact form."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         if "Vision" in kind and any(True for _ in module.parameters()):
@@ -84,8 +82,8 @@ def see_rows(
 
 
 def rope_positions(runs: Sequence[ImageRun], length: int, merge: int) -> Tensor:
-    """int64 [3, length]: text counts on; an image spans a box that starts at the next position, and text goes on after
-    its longest side."""
+    """int64 [3, length]: an image spans a box that starts at the next position, and text goes on after its longest
+    side."""
     positions, shift = torch.arange(length).repeat(3, 1), 0
     for run in runs:
         times, height, width = run.grid[0], run.grid[1] // merge, run.grid[2] // merge
@@ -98,8 +96,8 @@ def rope_positions(runs: Sequence[ImageRun], length: int, merge: int) -> Tensor:
 
 
 def encode_image(tower: Any, pixels: Tensor, grid: Grid) -> list[Tensor]:
-    """Features [tokens, hidden] that replace the embeddings of an image's placeholders, then those that are added after
-    the first, second, … decoder layer. Inside `exact`."""
+    """Features [tokens, hidden] that replace the embeddings of an image's placeholders, then those added after each of
+    the first decoder layers. Inside `exact`."""
     device = next(tower.parameters()).device
     found = tower(pixels.to(device, tower.dtype), grid_thw=torch.tensor([grid], device=device))
     return [found.pooler_output, *found.deepstack_features]
@@ -107,7 +105,7 @@ def encode_image(tower: Any, pixels: Tensor, grid: Grid) -> list[Tensor]:
 
 # ---- exact forms
 def tower_forward(tower: Any) -> Callable[..., Any]:
-    """The tower's own code, image by image, each distinct one once."""
+    """The tower's own code, each distinct image once."""
     whole = tower.forward
 
     def forward(
@@ -127,7 +125,6 @@ def tower_forward(tower: Any) -> Callable[..., Any]:
 
 
 def tower_form(module: Any, ops: Ops) -> Callable[..., Any] | None:
-    """Of a part of the tower that other models have none of."""
     if isinstance(module, nn.LayerNorm):
         return lambda x: layer_norm(x, module)
     if isinstance(module, nn.GELU) and module.approximate == "none":
@@ -143,7 +140,7 @@ def tower_form(module: Any, ops: Ops) -> Callable[..., Any] | None:
 
 
 def is_patch_product(module: nn.Conv3d) -> bool:
-    """Each patch gives one output: a product."""
+    """Each patch gives one output."""
     return module.stride == module.kernel_size and module.groups == 1 and not any(module.padding)  # type: ignore[arg-type]
 
 

@@ -1,6 +1,6 @@
-"""The pixels of images, and what a model's forward takes for them. Equal ids do not mean equal pixels: another
-backend, library version or setting changes most values. So a record names its processor, and no other one computes
-pixels for it."""
+"""The pixels of images, and what a model's forward takes for them. Equal ids do not mean equal pixels: another backend,
+library version or setting changes most values. So only the recorded processor computes pixels.
+"""
 
 from __future__ import annotations
 

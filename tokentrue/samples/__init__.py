@@ -6,19 +6,7 @@ from tokentrue.samples.files import export_bytes, read_exported, read_samples, w
 from tokentrue.samples.shape import sample_from_json, sample_to_json
 
 __all__ = [
-    "Assembly",
-    "Audit",
-    "AuditFinding",
-    "assemble",
-    "audit",
-    "audit_exported",
-    "coverage_of",
-    "coverage_to_json",
-    "export_bytes",
-    "find_left_out",
-    "read_exported",
-    "read_samples",
-    "sample_from_json",
-    "sample_to_json",
+    "Assembly", "Audit", "AuditFinding", "assemble", "audit", "audit_exported", "coverage_of", "coverage_to_json",
+    "export_bytes", "find_left_out", "read_exported", "read_samples", "sample_from_json", "sample_to_json",
     "write_samples",
-]
+]  # fmt: skip

@@ -1,7 +1,8 @@
 """Builds training samples from a record: one contiguous sample per surviving leaf, in time linear in its tokens.
 
-Checked during assembly: every node's certificate link holds, and each sampled token is trainable in exactly one sample or
-listed in the coverage with its reason."""
+Checked: every node's certificate link holds, and each sampled token is trainable in exactly one sample or listed in the
+coverage with its reason.
+"""
 
 from __future__ import annotations
 
@@ -118,11 +119,8 @@ def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]
 def _build_sample(
     tree: Tree, record: SessionRecord, leaf: Node, path: list[Node], mine: Mapping[str, str], metadata: JsonMapping
 ) -> Sample:
-    parts: list[TokenIds] = []
-    length = 0
-    loss_mask: list[int] = []
-    logprobs: list[float | None] = []
-    spans: list[Span] = []
+    parts, spans, length = list[TokenIds](), list[Span](), 0
+    loss_mask, logprobs = list[int](), list[float | None]()
     for turn, node in enumerate(path):
         spans += _spans(node, turn, length, mine.get(node.id))
         given, sampled = len(node.given_ids), len(node.sampled_ids)
@@ -170,12 +168,7 @@ def _spans(node: Node, turn: int, start: int, mine: str | None) -> Iterator[Span
 
 
 def _own_metadata(record: SessionRecord, leaf: Node, path: list[Node], coverage: Coverage) -> JsonObject:
-    own: JsonObject = {
-        "version": 1,
-        "leaf": leaf.id,
-        "nodes": node_rows(path),
-        "coverage": coverage_to_json(coverage),
-    }
+    own: JsonObject = {"version": 1, "leaf": leaf.id, "nodes": node_rows(path), "coverage": coverage_to_json(coverage)}
     if record.pin:
         replaced = [turn for turn, node in enumerate(path) if node.replaced]
         own["pin"] = {"prompts": list(record.pin), "replaced_in_turns": replaced}
@@ -240,7 +233,7 @@ def _join_routing(path: Sequence[Node]) -> RoutedExperts | None:
 
 
 def _join_masks(path: Sequence[Node]) -> SamplingMask | None:
-    """None if no turn has one, or if a turn's filters are on and its kept ids are unknown."""
+    """None if no turn has one, or a turn's filters are on and its kept ids unknown."""
     if all(node.sampling_mask is None for node in path) or any(
         node.sampling_mask is None and node.sampling.truncates for node in path
     ):
@@ -301,7 +294,7 @@ def _unserved_reason(node: Node) -> str | None:
 
 
 def _losers(tree: Tree, answers: list[Node], newest: dict[str, int]) -> dict[str, str]:
-    """The answer with the latest activity survives, and every parallel one that was continued."""
+    """All but the answer with the latest activity, and parallel ones that were continued."""
     served = [node for node in answers if _unserved_reason(node) is None or tree.followers.get(node.id)]
     if not served:
         return {}

@@ -1,7 +1,7 @@
 """Audits exported samples from the file alone: certificates, masks, log-probabilities, prefix identity, coverage.
 
-A passing file is undamaged; this does not prove that nobody rewrote it entirely: for that, compare `certificate.chain`
-with the one that the gateway reported."""
+A passing file is undamaged. To see that nobody rewrote it entirely, compare `certificate.chain` with the gateway's.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from itertools import chain
-from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -23,7 +22,7 @@ from tokentrue.samples.recorded_turns import NodeRow, SealedRecord, read_sealed_
 from tokentrue.sessions.tree import format_digest, next_link, start_link
 from tokentrue.types import Coverage, Sample, VersionSpan, shift_images
 
-Fault: TypeAlias = tuple[str, int | None, int | None]
+Fault = tuple[str, int | None, int | None]
 """What is wrong, at tokens `[start, end)` if known."""
 
 

@@ -1,5 +1,4 @@
-"""Writes a sample file in a named format, reads any of them, and audits a file before training. A file is written under
-a temporary name and renamed; devices and pipes are written to directly."""
+"""Writes a sample file under a temporary name, reads any format, and audits a file before training."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def find_format(name: str) -> SampleFormat:
 
 
 def is_stream(path: Path) -> bool:
-    """True for a device, a pipe or an open descriptor (`/dev/stdout`), which must not be replaced."""
+    """A device, a pipe or an open descriptor (`/dev/stdout`), which must not be replaced."""
     linked = path.parent / path.readlink() if path.is_symlink() else path
     is_descriptor = any(os.path.realpath(each.parent).startswith("/proc/") for each in (path, linked))
     return is_descriptor or (path.exists() and not path.is_file())
@@ -151,7 +150,7 @@ def read_sound_samples(path: str | Path, *, trust: bool = False) -> list[Sample]
 
 
 def require_model(samples: Sequence[Sample], *, model: str, tokenizer: str | None, vocabulary: int) -> None:
-    """Compares the hash of the model's tokenizer (None if it has none) and the number of its embeddings."""
+    """Compares the hash of its tokenizer (None if it has none) and the number of its embeddings."""
     for sample in samples:
         recorded, why = sample.certificate.tokenizer, ""
         columns = (sample.sampling_mask, sample.top_logprobs)

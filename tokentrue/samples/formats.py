@@ -1,8 +1,9 @@
 """The table of sample file formats: `FORMATS`. To add a trainer, write `*_row` and `*_columns` in `trainer_rows.py` and
-add one entry here; the command line, the gateway and format detection follow.
+add one entry here.
 
 Every trainer's row also carries `tokentrue`: the sample's fields that the trainer has no place for. So the sample is
-read back from any row, the row is rebuilt from the sample, and the two are compared."""
+read back from any row, the row is rebuilt from it, and the two are compared.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ _TENSOR_TYPES = {"token_ids": "int32", "loss_mask": "uint8", "rollout_logprobs":
 
 @record
 class ExportedSample:
-    """A sample as read from a file. `differences` are the fields of a trainer's row that contradict the sample."""
+    """`differences` are the fields of a trainer's row that contradict the sample."""
 
     sample: Sample
     where: str
@@ -52,8 +53,8 @@ class ExportedSample:
 
 @record
 class SampleFormat:
-    """`follows` names the release whose fields it writes. `mark` is the column that distinguishes its rows from other
-    formats in the same container."""
+    """`follows` names the release whose fields it writes. `mark`: the column that distinguishes its rows from others in
+    the same container."""
 
     name: str
     suffix: Literal[".jsonl", ".parquet", ".safetensors"]
@@ -173,8 +174,8 @@ class TensorsHeader(msgspec.Struct):
 
 
 def _write_tensors(samples: Iterable[Sample], path: Path) -> int:
-    """`offsets` (one more than samples) separates the samples of a column. Log-probabilities are NaN where nothing
-    was sampled; everything else is JSON in the header."""
+    """`offsets` (one more than samples) separates the samples of a column. Log-probabilities are NaN where nothing was
+    sampled; the rest is JSON in the header."""
     np: Any = import_module("numpy")
     held = list(samples)
     columns: dict[str, list[float]] = {

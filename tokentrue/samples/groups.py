@@ -1,7 +1,8 @@
-"""The sessions that a group's baseline compares, and the reward of each.
+"""The sessions that a group's baseline compares.
 
 A session counts once, with the reward of its first sample, even if it has several (compaction, sub-agents, forks); all
-its samples share its advantage. A session without a group forms a group alone."""
+its samples share its advantage. A session without a group is a group.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ from tokentrue.types import Sample
 
 @record
 class GroupedSessions:
-    """`groups` and `rewards` are by session, in the order of first samples; `of_sample` maps each sample to its
-    session number."""
+    """By session, in the order of first samples; `of_sample` maps each sample to its session number."""
 
     groups: list[str]
     rewards: list[float]

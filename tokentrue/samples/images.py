@@ -16,14 +16,12 @@ _NAME = re.compile("[0-9a-f]{64}")
 
 
 def check_name(sha256: str) -> None:
-    """A sample comes from a file or a server: its names must not lead out of the folder."""
+    """A sample is from a file or a server: its names must not lead out of the folder."""
     if not _NAME.fullmatch(sha256):
         raise AuditError(f"{sha256[:80]!r} is no SHA-256 of an image")
 
 
 class ImageFolder:
-    """Files by hash. They are written before the samples file has its name, so it never refers to a missing one."""
-
     def __init__(self, samples: str | Path) -> None:
         self.path = Path(f"{Path(samples).resolve()}.images")
         self._written: set[str] = set()

@@ -1,9 +1,8 @@
 """What a sample holds in `metadata.tokentrue`: a row for each turn on its path, and a seal, with which a third party
 verifies it.
 
-The certificate's chain binds ids, log-probabilities and versions; the seal binds mask, spans, reward, names, coverage,
-rows, routing, sampling mask, top log-probabilities and images. Samples of other programs record no turns, or only
-`given` and `sampled` of each.
+The certificate's chain binds ids, log-probabilities and versions; the seal the rest. Samples of other programs record
+no turns, or only `given` and `sampled` of each.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tokentrue.types import PENALTIES, TRUNCATIONS, Count, Coverage, Sample, Sam
 
 
 class TurnRow(msgspec.Struct, kw_only=True):
-    """`sampling` holds the settings that differ from the defaults; `versions` are (start, end, policy version)."""
+    """`sampling`: settings that differ from the defaults; `versions`: (start, end, policy version)."""
 
     given: Count
     sampled: Count
@@ -62,19 +61,14 @@ def read_record(sample: Sample) -> SampleRecord:
 
 
 def read_turns(sample: Sample) -> list[RecordedTurn]:
-    turns: list[RecordedTurn] = []
-    at = 0
+    turns, at, name = list[RecordedTurn](), 0, f"sample {sample.sample_id}"
     for row in read_record(sample).nodes:
         if row.temperature is not None and not is_temperature(row.temperature):
-            raise TokenContractError(
-                f"sample {sample.sample_id}: no turn can be scored at temperature {row.temperature}"
-            )
+            raise TokenContractError(f"{name}: no turn can be scored at temperature {row.temperature}")
         start, at = at + row.given, at + row.given + row.sampled
         turns.append(RecordedTurn(start=start, end=at, row=row))
     if turns and at != len(sample.token_ids):
-        raise TokenContractError(
-            f"sample {sample.sample_id}: its recorded turns hold {at} tokens, the sample {len(sample.token_ids)}"
-        )
+        raise TokenContractError(f"{name}: its recorded turns hold {at} tokens, the sample {len(sample.token_ids)}")
     return turns
 
 
@@ -103,11 +97,12 @@ def scoring_temperatures(sample: Sample, default: float = 1.0) -> list[float]:
 _SHAPING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "extra",
 )  # fmt: skip
+_DEFAULTS = Sampling()
 
 
 class NodeRow(msgspec.Struct, kw_only=True):
-    """A turn, the certificate's link after it, and which prompt the engine was sent (older files do not say). `copies`
-    are ranges of its given tokens (start, end, node) that repeat what another node sampled."""
+    """A turn, the certificate's link after it, and which prompt the engine was sent (older files do not say). `copies`:
+    ranges of its given tokens (start, end, node) that another node sampled."""
 
     node: str
     given: Count
@@ -131,26 +126,25 @@ def read_sealed_record(sample: Sample) -> SealedRecord:
 
 
 def node_rows(path: Sequence[Node]) -> list[JsonObject]:
-    rows, defaults = list[JsonObject](), Sampling()
-    for node in path:
-        settings = {name: getattr(node.sampling, name) for name in _SHAPING}
-        rows.append(
-            {
-                "node": node.id,
-                "given": len(node.given_ids),
-                "sampled": len(node.sampled_ids),
-                "chain": node.chain.hex(),
-                "versions": [[span.start, span.end, span.version] for span in node.versions],
-                "finish": node.finish.value,
-                "why": node.edge_reason,
-                "projection": node.projection,
-                "temperature": node.sampling.temperature,
-                "sampling": {name: value for name, value in settings.items() if value != getattr(defaults, name)},
-                "prompt_sha256": node.prompt_digest.hex(),
-                **({"copies": [list(copy) for copy in node.copies]} if node.copies else {}),
-            }
-        )
-    return rows
+    return list(map(_node_row, path))
+
+
+def _node_row(node: Node) -> JsonObject:
+    settings = {name: getattr(node.sampling, name) for name in _SHAPING}
+    return {
+        "node": node.id,
+        "given": len(node.given_ids),
+        "sampled": len(node.sampled_ids),
+        "chain": node.chain.hex(),
+        "versions": [[span.start, span.end, span.version] for span in node.versions],
+        "finish": node.finish.value,
+        "why": node.edge_reason,
+        "projection": node.projection,
+        "temperature": node.sampling.temperature,
+        "sampling": {name: value for name, value in settings.items() if value != getattr(_DEFAULTS, name)},
+        "prompt_sha256": node.prompt_digest.hex(),
+        **({"copies": list(map(list, node.copies))} if node.copies else {}),
+    }
 
 
 def seal(sample: Sample) -> str:

@@ -1,12 +1,12 @@
-"""Converts a sample to a trainer's row (`*_row`), and ids, mask and log-probabilities back (`*_columns`, which may omit
-a given prefix)."""
+"""A sample as a trainer's row (`*_row`), and ids, mask and log-probabilities back (`*_columns`, which may omit a given
+prefix).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import groupby, pairwise
-from typing import TypeAlias
 
 from tokentrue.errors import FileFormatError, TokenContractError
 from tokentrue.ids import TokenIds
@@ -15,7 +15,7 @@ from tokentrue.samples.recorded_turns import read_turns
 from tokentrue.samples.shape import encode_bytes, spread_spans
 from tokentrue.types import Sample
 
-Columns: TypeAlias = tuple[Sequence[JsonValue], Sequence[JsonValue], Sequence[JsonValue]]
+Columns = tuple[Sequence[JsonValue], Sequence[JsonValue], Sequence[JsonValue]]
 """As read from a file, unchecked."""
 
 
@@ -29,7 +29,7 @@ def refuse_images(sample: Sample, trainer: str) -> None:
 
 def split(sample: Sample) -> tuple[list[int], list[int], list[int], list[float]]:
     """The prompt's ids, up to the first sampled token; ids, mask and log-probabilities of the response (0.0 where
-    nothing was sampled, as trainers expect)."""
+    nothing was sampled)."""
     at = next((span.start for span in sample.spans if span.kind == "sampled"), None)
     if at is None:
         raise TokenContractError(f"sample {sample.sample_id} has no sampled token")
@@ -135,8 +135,8 @@ def slime_columns(row: JsonMapping) -> Columns:
 
 
 def prime_rl_row(sample: Sample) -> JsonObject:
-    """The fields of `TrainingSample`, aligned per token. Replay columns are raw bytes (base64 in JSON), one row per
-    token, the last without experts."""
+    """The fields of `TrainingSample`. Replay columns are raw bytes (base64 in JSON), one row per token, the last
+    without experts."""
     refuse_images(sample, "prime-rl")
     row: JsonObject = {
         "token_ids": list(sample.token_ids),
@@ -156,24 +156,18 @@ def prime_rl_row(sample: Sample) -> JsonObject:
         }
     if (mask := sample.sampling_mask) is not None:
         counts = TokenIds(len(mask.row(index)) for index in range(len(mask)))
-        row["sampling_mask"] = {
-            "ids": encode_bytes(mask.token_ids.tobytes()),
-            "counts": encode_bytes(counts.tobytes()),
-        }
+        row["sampling_mask"] = {"ids": encode_bytes(mask.token_ids.tobytes()), "counts": encode_bytes(counts.tobytes())}
     return row
 
 
 def sampled_temperatures(sample: Sample) -> list[float]:
-    found = [1.0] * len(sample.token_ids)
-    turns = read_turns(sample)
+    found, turns, name = [1.0] * len(sample.token_ids), read_turns(sample), f"sample {sample.sample_id}"
     for turn in turns:
         if turn.row.temperature is None:
-            raise TokenContractError(f"sample {sample.sample_id}: a turn without its temperature, which prime-rl needs")
+            raise TokenContractError(f"{name}: a turn without its temperature, which prime-rl needs")
         found[turn.start : turn.end] = [turn.row.temperature] * (turn.end - turn.start)
     if not turns:
-        raise TokenContractError(
-            f"sample {sample.sample_id}: metadata.tokentrue records no turns, and prime-rl needs their temperatures"
-        )
+        raise TokenContractError(f"{name}: metadata.tokentrue records no turns, and prime-rl needs their temperatures")
     return found
 
 
@@ -182,8 +176,8 @@ def prime_rl_columns(row: JsonMapping) -> Columns:
 
 
 def tinker_row(sample: Sample) -> JsonObject:
-    """A `Datum`: position i of the input predicts token i + 1, so every column is shifted by one. Add
-    `loss_fn_inputs["advantages"]`, zero where `mask` is."""
+    """A `Datum`: position i of the input predicts token i + 1. Add `loss_fn_inputs["advantages"]`, zero where `mask`
+    is."""
     refuse_images(sample, "tinker")
     ids = list(sample.token_ids)
 

@@ -52,8 +52,8 @@ MODEL_FILES = (
 
 @record
 class Store:
-    """Where a run keeps its checkpoints, and what it is a run of. `samples_digest` names the content of the file that
-    it trains from; `on_kept` gets the version of a checkpoint when it is whole."""
+    """Where a run keeps its checkpoints, and what it is a run of. `samples_digest`: of the file that it trains from;
+    `on_kept` gets the version of a whole checkpoint."""
 
     directory: Path
     run_hash: str
@@ -65,8 +65,6 @@ class Store:
 
 @record
 class Progress:
-    """What a run resumes with beside its trainer, by round number."""
-
     rounds: dict[int, Groups] = field(default_factory=dict[int, Groups])
     counts: dict[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
     evaluation: JsonMapping = field(default_factory=JsonObject)
@@ -181,15 +179,13 @@ def file_digest(path: Path) -> str:
 
 
 def digests_under(directory: Path, ranks: Ranks) -> dict[str, str]:
-    names = ranks.from_first(
-        sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
-    )
+    files = (path for path in directory.rglob("*") if path.is_file())
+    names = ranks.from_first(sorted(str(path.relative_to(directory)) for path in files))
     return ranks.merge({name: file_digest(directory / name) for name in names[ranks.rank :: ranks.world]})
 
 
 def require_digests(directory: Path, digests: Mapping[str, str], ranks: Ranks) -> None:
-    mine = sorted(digests)[ranks.rank :: ranks.world]
-    found = ranks.merge({name: file_digest(directory / name) for name in mine if (directory / name).is_file()})
+    found = digests_under(directory, ranks)
     for name in sorted(digests):
         if found.get(name) != digests[name]:
             raise not_whole(directory, f"{name} is missing or changed")
@@ -202,8 +198,7 @@ def gather_tensors(held: Iterable[tuple[str, Tensor]], ranks: Ranks) -> dict[str
 
 
 def write_weights(model: nn.Module, directory: Path, ranks: Ranks, *, limit_bytes: int) -> bool:
-    """In files of at most `limit_bytes`, in the model's order. A tied parameter is written once. Returns whether they
-    are larger."""
+    """In files of at most `limit_bytes`, tied parameters once. Returns whether they are larger."""
     parts: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, value in named_weights(model):
@@ -273,7 +268,7 @@ def held_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_optimizer(trainer: Trainer, directory: Path, *, is_sharded: bool) -> None:
-    """One file of whole tensors by rank 0, or each rank's own shards, which another number of ranks can read."""
+    """Whole tensors by rank 0, or each rank's shards, which another number of ranks can read."""
     if is_sharded:
         from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -327,7 +322,7 @@ def alone_is_meant() -> Iterator[None]:
 
 @torch.no_grad()
 def place(target: Tensor, value: Tensor) -> Tensor:
-    """Copies a whole tensor, or a shard like the target's own, into a parameter that may be sharded."""
+    """A whole tensor, or a shard like the target's, into a parameter that may be sharded."""
     mesh = getattr(target, "device_mesh", None)
     if mesh is None or hasattr(value, "device_mesh"):
         return target.copy_(value)

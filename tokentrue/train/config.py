@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -16,11 +16,11 @@ from tokentrue.json_types import JsonObject, JsonValue
 from tokentrue.records import record
 from tokentrue.types import AtLeastOne, Count, Finite, NotNegative, Positive, Share, check_fields, is_temperature
 
-Baseline: TypeAlias = Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "whitened", "none"]
-RoutingReplay: TypeAlias = Literal["off", "experts", "weights"]
-LoggerName: TypeAlias = Literal["tensorboard", "wandb", "trackio"]
+Baseline = Literal["grpo", "grpo_batch", "dr_grpo", "rloo", "whitened", "none"]
+RoutingReplay = Literal["off", "experts", "weights"]
+LoggerName = Literal["tensorboard", "wandb", "trackio"]
 # must divide logits; greedy rollouts have no gradient
-Temperature: TypeAlias = Annotated[float, Meta(ge=1e-30, le=1e30)]
+Temperature = Annotated[float, Meta(ge=1e-30, le=1e30)]
 
 
 def default_learning_rate(num_parameters: int) -> float:

@@ -1,5 +1,6 @@
-"""Tokens sampled by these very weights must have these very bits; older ones differ because the policy moved. Engines
-with their own arithmetic are held to a bound on each row's mean |δ| instead (`require_near`)."""
+"""Tokens sampled by these very weights must have these very bits. Engines with their own arithmetic are held to a bound
+on each row's mean |δ| instead (`require_near`).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ PROBED_TOKENS = 24  # that an engine samples for the probe, whose mean |δ| is t
 
 @record
 class Agreement:
-    """`largest` |trainer - rollout| among the `differing`, and a description of the `first` of them."""
+    """`largest` |trainer - rollout| among the `differing`, and a description of the `first`."""
 
-    compared: int
-    differing: int
-    largest: float
+    compared: int = 0
+    differing: int = 0
+    largest: float = 0.0
     first: str = ""
 
     def merge(self, other: Agreement) -> Agreement:
@@ -35,7 +36,7 @@ class Agreement:
 
 
 def agreement(rows: Sequence[Row], trainer: Sequence[Tensor], *, version: int) -> Agreement:
-    found = Agreement(compared=0, differing=0, largest=0.0)
+    found = Agreement()
     for row, values in zip(rows, trainer, strict=True):
         current = row.sampled & (row.versions == version)
         mine = values.detach().to(device="cpu", dtype=torch.float32)

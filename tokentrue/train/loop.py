@@ -1,7 +1,8 @@
 """Roll out, train, publish, with a fixed lag between the policy that samples and the policy that learns.
 
-Round j is sampled by the weights of version max(0, j - lag), all of it: weights are published only when every round
-that an older version must sample has ended. So a run repeats bit for bit whatever the timing."""
+Round j is sampled by the weights of version max(0, j - lag), all of it: weights are published only when every round of
+an older version has ended. So a run repeats bit for bit whatever the timing.
+"""
 
 from __future__ import annotations
 
@@ -44,20 +45,15 @@ class CountingRounds(Protocol):
 
 
 class NoRounds(Rounds):
-    """Of a rank that plays nothing."""
-
     async def play(self, number: int) -> Groups:
         return []
 
 
 class SourceRounds:
-    """Recorded groups, `groups_per_step` per step and never one twice in a step; when they run out, from the start
-    again."""
+    """Recorded groups, `groups_per_step` per step and never one twice in a step; then from the start again."""
 
     def __init__(self, source: SampleSource, groups_per_step: int) -> None:
-        self._source = source
-        self._count = groups_per_step
-        self._next = 0
+        self._source, self._count, self._next = source, groups_per_step, 0
         self._left = self._steps()
 
     async def play(self, number: int) -> Groups:
@@ -85,9 +81,7 @@ class Evaluator:
     def __init__(
         self, config: EvaluationConfig, run: Callable[[], Awaitable[Rewards]], ranks: Ranks | None = None
     ) -> None:
-        self.config = config
-        self._run = run
-        self._ranks = ranks or Ranks()
+        self.config, self._run, self._ranks = config, run, ranks or Ranks()
         self.best = -math.inf
         self.best_version: int | None = None
         self._newest: int | None = None  # version that was evaluated
@@ -114,7 +108,7 @@ class Evaluator:
         return bool(self.config.every) and version % self.config.every == 0
 
     def is_missing(self, version: int) -> bool:
-        """True if the evaluation of a resumed version was interrupted, or that of version 0 has not run."""
+        """Whether the evaluation of a resumed version was interrupted, or that of version 0 has not run."""
         return self.is_due(version) and (not version if self._newest is None else self._newest < version)
 
     def state(self) -> dict[str, float | int]:

@@ -1,7 +1,8 @@
 """Weights from the trainer to the engines, gathered one tensor at a time, and whether they have them.
 
-`Probe`: after every publication each engine samples a few tokens, and the trainer scores them. The prompt is longer than
-a block of an engine's prefix cache: stale weights and a stale cache both show."""
+`Probe`: after every publication each engine samples a few tokens, and the trainer scores them. The prompt is longer
+than a block of a prefix cache: stale weights and a stale cache both show.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +15,7 @@ from contextlib import suppress
 
 import torch
 
-from tokentrue.errors import (
-    EngineContractError,
-    EngineError,
-    EngineTimeout,
-    EngineUnreachable,
-    TrainingError,
-)
+from tokentrue.errors import EngineContractError, EngineError, EngineTimeout, EngineUnreachable, TrainingError
 from tokentrue.protocols import AdapterSink, PretrainedAdapter, Provider, Versioned, WeightSink
 from tokentrue.train.exactness import PROBED_TOKENS
 from tokentrue.train.ranks import adapter_weights, find_adapter
@@ -115,8 +110,7 @@ class Publisher:
     """`sinks` are this rank's. Every rank calls it."""
 
     def __init__(self, *sinks: WeightSink, probe: Probe | None = None) -> None:
-        self.sinks = sinks
-        self.probe = probe
+        self.sinks, self.probe = sinks, probe
         self.version: int | None = None  # of the last publication
         self.is_adapter: bool | None = None  # whether it was an adapter alone; None without one
         self.seconds = 0.0

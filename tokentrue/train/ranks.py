@@ -1,4 +1,4 @@
-"""One process or many: what a training step asks of the other ranks."""
+"""What a training step asks of the other ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Ranks:
                 raise EngineError(f"rank {rank} could not {doing}: {words}")
 
     async def together(self, work: Awaitable[T], doing: str) -> T:
-        """The result of this rank's work, when all ranks have ended theirs; they also fail together."""
+        """This rank's result, when all ranks have ended their work; they also fail together."""
         trouble, found = None, list[T]()
         try:
             found.append(await work)
@@ -116,10 +116,8 @@ def leave() -> None:
 
 
 def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """FSDP2: each decoder layer is a unit, and the rest, a vision tower included, is one.
-
-    Parameters are gathered whole before use, so that the operators see the numbers of one process. Gradients of a rank
-    whose rows show no image are 0 in the tower."""
+    """FSDP2: each decoder layer is a unit, and the rest is one. Parameters are gathered whole before use, so that the
+    operators see the numbers of one process. Gradients of a rank whose rows show no image are 0 in the tower."""
     if ranks.world == 1:
         return model
     from torch.distributed.device_mesh import init_device_mesh
@@ -155,7 +153,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (tied ones once) and persistent buffers, as they are held; a LoRA adapter merged into them."""
+    """Parameters (tied ones once) and persistent buffers; a LoRA adapter merged into them."""
     yield from model.named_parameters() if find_adapter(model) is None else merged_weights(model)
     kept = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)

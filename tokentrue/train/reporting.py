@@ -1,5 +1,6 @@
-"""What one step did, in numbers, and where they are written: JSON lines, and TensorBoard, Weights & Biases or Trackio.
-A number that is not finite is null. What is on file is replaced only by a file that is whole."""
+"""What one step did, in numbers, and where they are written. A number that is not finite is null. What is on file is
+replaced only by a file that is whole.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +142,7 @@ def batch_metrics(rows: Sequence[Row], advantages: Sequence[float], *, version: 
 def open_logger(
     name: LoggerName, directory: Path, config: JsonMapping, first_step: int
 ) -> tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]:
-    """Functions that log the metrics of a step, and close. `directory` names the run: a resumed one has the same id."""
+    """Functions that log a step's metrics, and close. `directory` names the run: a resumed one has the same id."""
     module_name, extra = LOGGERS[name]
     try:
         module: Any = import_module(module_name)
@@ -196,7 +197,7 @@ class MetricsWriter:
             ) from error
 
     def _move_repeated_rows(self, first_step: int) -> None:
-        """Leaves the rows of earlier steps; all other lines go to another file first."""
+        """All lines but earlier steps' go to another file first."""
         text = self.path.read_text() if self.path.exists() else ""
         kept: list[str] = []
         others: list[str] = []
@@ -231,7 +232,7 @@ class MetricsWriter:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes beside `path` and moves the whole file into place: a full disk leaves the old one."""
+    """The whole file is moved into place: a full disk leaves the old one."""
     beside = path.with_name(f".{path.name}.partial")
     try:
         with beside.open("w") as out:

@@ -1,7 +1,8 @@
 """Samples to training rows, rewards to advantages, and rows to the forward passes of a step.
 
 Every row of a session carries the session's advantage and is in the same minibatch. Every row of a minibatch belongs to
-exactly one rank, and all ranks make the same number of forward passes."""
+one rank, and all ranks make the same number of forward passes.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +52,7 @@ class ScoredRow:
 
 @record(eq=False)
 class Row(ScoredRow):
-    """One sample, ready to train on. `mask` is True where loss falls; `rollout` is 0 and `versions` -1 where nothing
-    was sampled."""
+    """`mask` is True where loss falls; `rollout` is 0 and `versions` -1 where nothing was sampled."""
 
     sample: Sample
     group: str
@@ -68,25 +68,24 @@ class Row(ScoredRow):
 
 
 def row_from_sample(sample: Sample, group: str, temperature: float = 1.0, images: ReadImage | None = None) -> Row:
-    """`temperature` is that of samples which do not record theirs; `images` reads the bytes of their images."""
+    """`temperature`: of samples which do not record theirs; `images` reads bytes."""
+    name = f"sample {sample.sample_id}"
     if sample.reward is None:
-        raise TokenContractError(f"sample {sample.sample_id} has no reward; score its session first")
+        raise TokenContractError(f"{name} has no reward; score its session first")
     if not sample.token_ids:
-        raise TokenContractError(f"sample {sample.sample_id} has no tokens; leave it out")
+        raise TokenContractError(f"{name} has no tokens; leave it out")
     if not set(sample.loss_mask) <= {0, 1}:
-        raise TokenContractError(f"sample {sample.sample_id}: loss_mask holds values other than 0 and 1")
+        raise TokenContractError(f"{name}: loss_mask holds values other than 0 and 1")
     logprobs = sample.rollout_logprobs
     mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
     sampled = torch.tensor([value is not None for value in logprobs], dtype=torch.bool)
     if bool((mask & ~sampled).any()):
-        raise TokenContractError(f"sample {sample.sample_id}: the loss mask covers a token that was not sampled")
+        raise TokenContractError(f"{name}: the loss mask covers a token that was not sampled")
     if bool(mask[0]):
-        raise TokenContractError(f"sample {sample.sample_id}: its first token has no context and cannot be trained")
+        raise TokenContractError(f"{name}: its first token has no context and cannot be trained")
     for number, turn in enumerate(read_turns(sample)):
         if turn.row.temperature == 0 and bool(mask[turn.start : turn.end].any()):
-            raise TokenContractError(
-                f"sample {sample.sample_id}, turn {number}: sampled at temperature 0, which has no policy gradient"
-            )
+            raise TokenContractError(f"{name}, turn {number}: sampled at temperature 0, which has no policy gradient")
     versions = spread_spans(sample, lambda span: (span.policy_version or 0) if span.kind == "sampled" else -1, -1)
     return Row(
         sample=sample,
@@ -99,7 +98,7 @@ def row_from_sample(sample: Sample, group: str, temperature: float = 1.0, images
         temperatures=torch.tensor(scoring_temperatures(sample, temperature), dtype=torch.float32),
         reward=float(sample.reward),
         kept=kept_rows(sample),
-        images=find_images(sample.images, images, f"sample {sample.sample_id}"),
+        images=find_images(sample.images, images, name),
         experts=None if sample.routed_experts is None else routing_of(sample),
         expert_weights=None if sample.routed_experts is None else routing_weights_of(sample),
     )
@@ -113,8 +112,8 @@ def kept_rows(sample: Sample) -> KeptRows | None:
 
 
 def with_head_ids(rows: Sequence[Row]) -> tuple[list[Row], list[Tensor]]:
-    """The rows with the sampler's most likely ids, and those ids' log-probabilities, `[T, K]` each; 0 and -inf where a
-    token has fewer than the widest."""
+    """Rows with the sampler's most likely ids, and those ids' log-probabilities, `[T, K]` each; 0 and -inf where a
+    token has fewer."""
     columns = [row.sample.top_logprobs for row in rows]
     counts = [
         torch.zeros_like(row.ids) if column is None else torch.tensor(column.offsets.tolist()).diff()
@@ -158,7 +157,7 @@ def join_tables(rows: Sequence[ScoredRow], tables: Sequence[Tensor | None], fill
 
 
 def token_names(rows: Sequence[ScoredRow]) -> list[Array]:
-    """What decides a forward pass at each token: its id and the experts that a mixture replays."""
+    """What decides a forward pass at each token: its id and the replayed experts."""
     columns = [[row.ids for row in rows]]
     for tables, fill in (([row.experts for row in rows], FREE), ([row.expert_weights for row in rows], 0)):
         if any(table is not None for table in tables):
@@ -204,12 +203,16 @@ def session_advantages(rows: Sequence[Row], baseline: Baseline, config: Advantag
     return [made[number] for number in sessions.of_sample]
 
 
+def longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
+
+
 def pack(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[list[int]]:
     """Bins of row numbers that cost at most `budget` tokens: the sum of their rows or, `padded`, their number times the
     longest. A longer row is a bin by itself."""
     bins: list[list[int]] = []
     room: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for row in longest_first(lengths):
         for place, left in enumerate(room):
             cost = lengths[bins[place][0]] if padded else lengths[row]  # the first row of a bin is its longest
             if cost <= left:
@@ -223,18 +226,18 @@ def pack(lengths: Sequence[int], budget: int, *, padded: bool = False) -> list[l
 
 
 def share(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Rows for each rank, balanced by tokens: longest first, to the rank that has least."""
+    """Balanced by tokens: longest first, to the rank that has least."""
     loads = [0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min(range(ranks), key=lambda r: (loads[r], r))
+    for row in longest_first(lengths):
+        rank = loads.index(min(loads))
         shares[rank].append(row)
         loads[rank] += lengths[row]
     return [sorted(rows) for rows in shares]
 
 
 def split_even(count: int, parts: int) -> list[range]:
-    """`count` rows in `parts` runs whose sizes differ by at most one; empty runs are left out."""
+    """`parts` runs whose sizes differ by at most one; empty runs are left out."""
     bounds = [count * i // parts for i in range(parts + 1)]
     return [range(a, b) for a, b in itertools.pairwise(bounds) if b > a]
 
@@ -266,7 +269,7 @@ class Packing:
     tree: bool = False
 
     def bins(self, rows: Sequence[Row], numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """This rank's forward passes over `numbers`; every rank has as many, some perhaps empty."""
+        """This rank's forward passes; every rank has as many, some perhaps empty."""
         if not numbers:
             return ()
         if self.tree and not any(rows[i].images for i in numbers):

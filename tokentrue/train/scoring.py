@@ -1,5 +1,6 @@
-"""Log-probabilities of whole rows under a model, through the exact operators or the model's own forward, replaying the
-rollout's kept ids and experts. Entry i of a row is log p(token i | tokens before i), and entry 0 is 0."""
+"""Log-probabilities of whole rows, replaying the rollout's kept ids and experts. Entry i of a row is log p(token i |
+tokens before i), and entry 0 is 0.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +40,12 @@ class Scorer(Protocol):
 
 
 class ExactScorer:
-    """The engine's own operators: the same bits whatever is packed together. `leaves`: the engine's."""
+    """The engine's own operators: the same bits whatever is packed together."""
 
     is_padded = False
 
     def __init__(self, reader: PixelReader | None = None, *, leaves: int = 1, tree: bool = False) -> None:
-        self.reader = reader
-        self.leaves = leaves
-        self.tree = tree
+        self.reader, self.leaves, self.tree = reader, leaves, tree
 
     def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores:
         with self.active(model):
@@ -72,8 +71,6 @@ class ExactScorer:
 
 
 class PlainScorer:
-    """The model's own forward pass on right-padded rows: what an ordinary trainer computes."""
-
     is_padded = True
     tree = False
 
@@ -114,12 +111,12 @@ class PlainScorer:
 
 
 def lay_out(rows: Sequence[ScoredRow], *, tree: bool, device: torch.device | str = "cpu") -> TokenTree:
-    """A forward pass: each shared prefix once, or (with images, too) the rows back to back."""
+    """Each shared prefix once, or (with images, too) the rows back to back."""
     return TokenTree.of(token_names(rows), shared=tree and not any(row.images for row in rows), device=device)
 
 
 def join_kept(rows: Sequence[ScoredRow], *, pad_to: int | None = None) -> KeptRows | None:
-    """The rows' kept ids end to end, each padded with empty ones to `pad_to`."""
+    """End to end, each row padded with empty ones to `pad_to`."""
     ids = [row.kept.token_ids for row in rows if row.kept is not None]
     if not ids:
         return None

@@ -1,7 +1,8 @@
 """One training step: recompute → check exactness → measure → update.
 
-Micro-batching and sharding do not change the loss, and gradients only by rounding: what a loss needs to know of the
-whole minibatch is known on every rank before a backward pass."""
+Micro-batching and sharding do not change the loss, and gradients only by rounding: what a loss needs of the whole
+minibatch is known on every rank before a backward pass.
+"""
 
 from __future__ import annotations
 
@@ -36,21 +37,8 @@ from tokentrue.train.rows import (
     session_advantages,
     with_head_ids,
 )
-from tokentrue.train.scoring import (
-    ExactScorer,
-    PlainScorer,
-    Scorer,
-    evaluation_mode,
-    lay_out,
-    replay_experts,
-)
-from tokentrue.train.update import (
-    LossScale,
-    MasterWeights,
-    MinibatchCorrection,
-    StepBatch,
-    correct_minibatch,
-)
+from tokentrue.train.scoring import ExactScorer, PlainScorer, Scorer, evaluation_mode, lay_out, replay_experts
+from tokentrue.train.update import LossScale, MasterWeights, MinibatchCorrection, StepBatch, correct_minibatch
 from tokentrue.types import Sample
 
 LOG = logging.getLogger("tokentrue.train")
@@ -91,13 +79,9 @@ class Trainer:
             )
         if optim.lr is None:
             optim = replace(optim, lr=default_learning_rate(sum(each.numel() for each in model.parameters())))
-        self.model = model
-        self.config = config
-        self.optim = optim
-        self.loss = loss
-        self.ranks = ranks or Ranks()
+        self.model, self.config, self.optim, self.loss = model, config, optim, loss
+        self.ranks, self.images = ranks or Ranks(), images
         self.reference = None if reference is None else reference.eval()
-        self.images = images
         reader = PixelReader(getattr(model.config, "name_or_path", ""))
         self.scorer: Scorer = scorer or (ExactScorer(reader, tree=config.tree) if config.exact else PlainScorer(reader))
         self.is_tree_proven = False
@@ -153,11 +137,7 @@ class Trainer:
             yield name, whole(value.detach())
 
     def counters(self) -> JsonObject:
-        return {
-            "version": self.version,
-            "updates": self.updates,
-            "loss_scale": [self.scale.value, self.scale.good],
-        }
+        return {"version": self.version, "updates": self.updates, "loss_scale": [self.scale.value, self.scale.good]}
 
     def set_counters(self, counters: JsonMapping) -> None:
         self.version, self.updates = int(counters["version"]), int(counters["updates"])
@@ -190,19 +170,12 @@ class Trainer:
 
     def plan(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[Minibatch]:
         self.prove_tree()
-        return plan_minibatches(
-            rows,
-            self.find_trained(rows, advantages),
-            Packing(
-                budget=self.config.micro_tokens,
-                padded=self.scorer.is_padded,
-                rank=self.ranks.rank,
-                world=self.ranks.world,
-                tree=self.scorer.tree,
-            ),
-            parts=self.config.minibatches,
-            shuffle_seed=(self.config.seed, self.version) if self.config.shuffle else None,
-        )
+        config, ranks, scorer = self.config, self.ranks, self.scorer
+        budget = config.micro_tokens
+        packing = Packing(budget=budget, padded=scorer.is_padded, rank=ranks.rank, world=ranks.world, tree=scorer.tree)
+        is_trained = self.find_trained(rows, advantages)
+        seed = (config.seed, self.version) if config.shuffle else None
+        return plan_minibatches(rows, is_trained, packing, parts=config.minibatches, shuffle_seed=seed)
 
     @torch.no_grad()
     def prove_tree(self) -> None:
@@ -221,13 +194,7 @@ class Trainer:
         parts = self.plan(rows, advantages)
         mine = self.score_parts(self.model, rows, parts)
         reference = {} if self.reference is None else self.score_parts(self.reference, rows, parts)
-        return StepBatch(
-            rows=rows,
-            parts=parts,
-            recomputed=mine,
-            reference=reference,
-            advantages=advantages,
-        )
+        return StepBatch(rows=rows, parts=parts, recomputed=mine, reference=reference, advantages=advantages)
 
     @torch.no_grad()
     def score_parts(self, model: nn.Module, rows: Sequence[Row], parts: Sequence[Minibatch]) -> dict[int, Tensor]:

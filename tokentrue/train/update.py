@@ -1,10 +1,11 @@
 """What one optimiser update needs beside scores: the correction of its minibatch, and master weights.
 
-Some rules look at the minibatch as a whole. So every rank gathers the log-probabilities of all rows, corrects the whole
-minibatch in one call, and takes its own rows from it: four bytes a token, 0.2% of a step.
+Some rules look at the minibatch as a whole. So every rank gathers the log-probabilities of all rows (four bytes a
+token, 0.2% of a step), corrects the whole minibatch, and takes its own rows from it.
 
-A bfloat16 weight of 0.05 moves in steps of 2.4e-4, and an update of 1e-6 is lost in it. So a model in bfloat16 or
-float16 gets a float32 copy of every parameter, which collects the gradients and takes the updates."""
+A bfloat16 weight of 0.05 moves in steps of 2.4e-4, and an update of 1e-6 is lost in it. So a 16-bit model gets a
+float32 copy of every parameter, which collects the gradients and takes the updates.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,6 @@ class StepBatch:
     advantages: Sequence[float]
 
     def columns(self, numbers: Sequence[int], device: torch.device) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Rollout log-probabilities, advantages and masks of some rows."""
         chosen = [self.rows[i] for i in numbers]
         advantages = [torch.full((self.rows[i].length,), self.advantages[i], dtype=torch.float64) for i in numbers]
         return (
@@ -64,13 +64,7 @@ class MinibatchCorrection:
 
 
 def correct_minibatch(
-    batch: StepBatch,
-    part: Minibatch,
-    loss: LossConfig,
-    *,
-    current: Mapping[int, Tensor],
-    version: int,
-    ranks: Ranks,
+    batch: StepBatch, part: Minibatch, loss: LossConfig, *, current: Mapping[int, Tensor], version: int, ranks: Ranks
 ) -> MinibatchCorrection:
     chosen = [batch.rows[i] for i in part.rows]
     rollout, advantages, masks = batch.columns(part.rows, torch.device("cpu"))

@@ -1,8 +1,7 @@
 """Vision families: how a model's image processor turns an image of some size into placeholder tokens.
 
-Read from the model's directory, without torch and without pixels: a count follows from width, height and the settings.
-The formulas are those of transformers' classes, and tests/renderers/test_vision.py compares them. A family that is not
-in `FAMILIES` is refused by name.
+Read from the model's directory, without torch and without pixels, by the formulas of transformers' classes, which
+tests/renderers/test_vision.py compares. A family that is not in `FAMILIES` is refused by name.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ import math
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from tokentrue.errors import ConfigError, MessageError
 from tokentrue.json_types import JsonMapping, JsonValue, is_object
 from tokentrue.protocols import find_plugins, load_plugin
 from tokentrue.records import record
 
-Grid: TypeAlias = tuple[int, int, int]
-Backend: TypeAlias = Literal["pil", "torchvision"]
+Grid = tuple[int, int, int]
+Backend = Literal["pil", "torchvision"]
 LIBRARIES: Mapping[str, str] = {"pil": "pillow", "torchvision": "torchvision"}
 _KINDS = ("image", "video", "audio")
 _COMMON: JsonMapping = {
@@ -51,7 +50,7 @@ DEFAULTS: Mapping[str, JsonMapping] = {
         "do_pan_and_scan": False,
     },
 }
-"""All settings that decide about pixels and counts, with transformers' values where a file omits them."""
+"""Settings that decide about pixels and counts, with transformers' values where a file omits them."""
 
 
 @record
@@ -126,8 +125,8 @@ def make_gemma(family: str, settings: JsonMapping, processor: JsonMapping) -> Vi
     )
 
 
-MakeVision: TypeAlias = Callable[[str, JsonMapping, JsonMapping], Vision]
-"""(model_type, settings of the image processor, processor_config.json) -> Vision; ConfigError says why it cannot."""
+MakeVision = Callable[[str, JsonMapping, JsonMapping], Vision]
+"""(model_type, settings of the image processor, processor_config.json) -> Vision, or ConfigError."""
 
 _QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 FAMILIES: Mapping[str, MakeVision] = {**dict.fromkeys(_QWEN, make_qwen), "gemma3": make_gemma}
@@ -169,8 +168,7 @@ def list_placeholder_ids(config: JsonMapping) -> tuple[int, ...]:
 
 
 def resolve_settings(settings: JsonMapping, expected: str | None = None) -> JsonMapping:
-    """All settings that matter, in one form: two files that mean the same become equal. Takes the file's content, or
-    `to_dict()` of a processor."""
+    """Two files that mean the same become equal. Takes a file's content, or a processor's `to_dict()`."""
     name = _find_class(settings)
     if name not in DEFAULTS or expected not in (None, name):
         raise ConfigError(f"its image processor is {name!r}; proven is {expected or ', '.join(DEFAULTS)}")

@@ -1,4 +1,4 @@
-"""Requests in the four dialects, written from messages; and answers read back into messages."""
+"""Requests in the four dialects, written from messages, and answers read back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_request(
     *,
     stream: bool,
 ) -> tuple[str, Json]:
-    """What follows the dialect's URL, and the body. For Google, `fields` are in the words of Chat Completions."""
+    """What follows the dialect's URL, and the body. `fields` are in the words of Chat Completions for Google, too."""
     body: Json = {}
     if dialect != CHAT and messages and messages[0].role == "system":
         first, *messages = messages
@@ -105,7 +105,6 @@ def write_contents(
 
 
 def content_from(message: Message, wire: Wire, dialect: str) -> Any:
-    """The text and the images of a message that the model did not write."""
     if not message.images and not wire.parts:
         return message.text
     images = [image_part(image, dialect) for image in message.images]
@@ -189,7 +188,6 @@ def anthropic_content(message: Message, wire: Wire) -> Any:
 
 
 def google_parts(message: Message, names: Mapping[str, str], wire: Wire) -> list[Json]:
-    """`names` are those of the functions, by call."""
     images = [image_part(image, GOOGLE) for image in message.images]
     if message.role == "tool":
         result: Json = {"id": message.answers, "name": names.get(message.answers, "unknown")}

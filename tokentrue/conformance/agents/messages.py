@@ -1,5 +1,6 @@
-"""A conversation without a dialect: what agents send, what they are served, and what harnesses lose of it on its way
-back. A gateway that matches by what it served sees through all of these losses."""
+"""A conversation without a dialect, and what harnesses lose of it on its way back. A gateway that matches by what it
+served sees through all of these losses.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from tokentrue.records import record
 
 @record
 class Call:
-    """`partial`: a custom tool's input was served, and the model may have written more. `custom`: it is sent back as
-    such an input."""
+    """`partial`: of a custom tool's input more may have been written than served. `custom`: it is sent back as such an
+    input."""
 
     id: str
     name: str
@@ -27,8 +28,8 @@ class Call:
 
 @record
 class Message:
-    """`answers` is the call id of a tool result. Only what was `served` by the gateway may come back with losses.
-    `images` are PNG files, which follow the text."""
+    """`answers`: the call id of a tool result. Only what was `served` may come back with losses. `images`: PNG files,
+    which follow the text."""
 
     role: str
     text: str = ""
@@ -52,7 +53,7 @@ class Tool:
 
 @record
 class Losses:
-    """Of the conversation itself; `Wire` has those of how it is written. `arguments` writes a call's JSON another way,
+    """Of the conversation; `Wire` has those of how it is written. `arguments` writes a call's JSON another way,
     `whitespace` a text."""
 
     reasoning: bool = False
@@ -62,7 +63,7 @@ class Losses:
 
 
 def lose(messages: Sequence[Message], losses: Losses, rng: random.Random) -> list[Message]:
-    """The same conversation as a lossy harness sends it back. The client's own messages stay as they are."""
+    """The conversation as a lossy harness sends it back. The client's own messages stay as they are."""
     renamed: dict[str, str] = {}
 
     def lose_call(call: Call) -> Call:
@@ -92,7 +93,7 @@ def load_finite(text: str) -> Any:
 
 
 def object_from(arguments: str) -> JsonObject:
-    """Arguments that are not a JSON object travel as the one that the gateway serves for them."""
+    """What is no JSON object travels as the one that the gateway serves for it."""
     try:
         value = load_finite(arguments or "{}")
     except ValueError:

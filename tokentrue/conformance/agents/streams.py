@@ -1,5 +1,4 @@
-"""One HTTP exchange of an agent: a whole answer, or the events of a stream as they come, put together again as a client
-does it."""
+"""One HTTP exchange of an agent: a whole answer, or the events of a stream, put together as a client does it."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from tokentrue.conformance.agents.dialects import CHAT, GOOGLE, RESPONSES, Json
 
 @dataclass(slots=True, kw_only=True)
 class Heard:
-    """What a client got: a status with a whole answer or the events of a stream; `broken` where the connection ended
-    early."""
+    """What a client got; `broken` where the connection ended early."""
 
     status: int = 0
     whole: Any = None
@@ -27,7 +25,7 @@ class Heard:
 
 
 async def read_events(answer: aiohttp.ClientResponse, heard: Heard) -> AsyncIterator[Any]:
-    """The events of a stream as they come, gathered in `heard`; nothing for a whole answer."""
+    """Gathered in `heard`; nothing for a whole answer."""
     heard.status, heard.kind = answer.status, answer.content_type
     try:
         if answer.content_type != "text/event-stream":
@@ -55,7 +53,6 @@ def decoded(data: bytes) -> Any:
 
 
 def is_shown(events: Sequence[Any]) -> bool:
-    """Whether some text or reasoning of the answer is in these events."""
     deltas: list[Any] = []
     for event in events:
         if not isinstance(event, dict):
@@ -77,7 +74,7 @@ class Unsound(Exception):
 
 
 def assemble(dialect: str, events: Sequence[Any]) -> Json:
-    """The whole answer that these events are; `events` are the parsed data lines, with "[DONE]" as text."""
+    """`events` are the parsed data lines, with "[DONE]" as text."""
     for event in events:
         is_error = isinstance(event, dict) and ("error" in event or event.get("type") == "error")
         if is_error and event.get("object") != "response":
@@ -118,7 +115,7 @@ def add_chat_delta(message: Json, delta: Json) -> None:
 
 
 def assemble_responses(events: Sequence[Any]) -> Json:
-    """What the deltas say, what each finished item says and what the last event says must be the same."""
+    """Deltas, finished items and the last event must say the same."""
     said: defaultdict[int, str] = defaultdict(str)
     done: list[Json] = []
     final: Json | None = None

@@ -1,7 +1,6 @@
-"""An engine stand-in that logs what it was given and what it answered, whole and streamed.
+"""An engine stand-in that logs what it was given and what it answered.
 
-Every log-probability is a different number, so that one sampled token can be told from all others wherever it turns up
-later.
+Every log-probability is a different number, so that a sampled token can be told from all others.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from tokentrue.conformance.standin.wires import MODEL, ROUTES, EngineWire
 
 @dataclass(slots=True, kw_only=True)
 class Exchange:
-    """One request that is being answered."""
-
     request: web.Request
     wire: EngineWire
     generation: Generation
@@ -74,7 +71,6 @@ class Engine:
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
-        """Also what it holds back is ended."""
         self._is_stopping = True
         await self._runner.cleanup()
 
@@ -91,7 +87,7 @@ class Engine:
         return web.Response()
 
     def session_key(self, asked: EngineRequest) -> str:
-        """The key of `plans` and `log`. A black box names no session to its engine: all have one queue."""
+        """Of `plans` and `log`. A black box names no session to its engine: all have one queue."""
         return ""
 
     def _handler(self, wire: EngineWire) -> Any:
@@ -143,7 +139,7 @@ class Engine:
             generation.kept = [sorted({token, (token + 7) % self._vocabulary.size}) for token in generation.sampled]
 
     def _draw_logprob(self) -> float:
-        """A float32, as engines report them, that no other token has: it identifies the token."""
+        """A float32 that no other token has: it identifies the token."""
         while (value := unpack("f", pack("f", -self._random.random() * 5 - 1e-9))[0]) in self._drawn:
             pass
         self._drawn.add(value)
@@ -195,7 +191,7 @@ class Engine:
         return response
 
     async def _hold(self, exchange: Exchange) -> bool:
-        """Waits until the driver sets the plan's `hold`; False when the gateway has aborted or hung up."""
+        """Waits for the plan's `hold`; False when the gateway has aborted or hung up."""
         hold = exchange.generation.plan.hold
         request_id = exchange.generation.asked.body.get("rid")
         while hold is not None and not hold.is_set():
@@ -206,7 +202,7 @@ class Engine:
         return True
 
     async def _send(self, exchange: Exchange, start: int, end: int, *, ended: bool = True) -> None:
-        """Events for the tokens from `start` to `end`; the last token of all carries the finish reason if `ended`."""
+        """Tokens from `start` to `end`; the last one of all carries the finish reason if `ended`."""
         generation, at = exchange.generation, start
         total = len(generation.sampled)
         if total == 0 and end == 0:

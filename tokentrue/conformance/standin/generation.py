@@ -1,5 +1,6 @@
-"""What the model samples (reasoning, text and calls, in ids that the tokenizer would not have chosen), how the engine
-is to answer, and what it was asked and answered."""
+"""What the model samples (in ids that the tokenizer would not have chosen), how the engine is to answer, and what it
+was asked and answered.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from tokentrue.records import record
 
 @record
 class Output:
-    """`expected` is what a client must be shown: (reasoning, text, calls as (name, arguments)); None where that is the
-    parser's to say."""
+    """`expected`: what a client must be shown, (reasoning, text, calls as (name, arguments)); None where the parser
+    decides."""
 
     ids: tuple[int, ...]
     text: str
@@ -64,8 +65,8 @@ class EngineRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """One request to the engine, and what it answered. `prompt` has all placeholders of images. `delivered` counts the
-    tokens of whole events that were written to the socket."""
+    """One request and its answer. `prompt` has all placeholders of images. `delivered` counts the tokens of whole
+    events that were written to the socket."""
 
     number: int
     session: str
@@ -100,8 +101,6 @@ class Generation:
 
 
 class Writer:
-    """Random outputs for one case."""
-
     WORDS: ClassVar[Sequence[str]] = (
         "the", "shelf", "door", "café", "東京", "слово", "🧪", "x=1;", '"quoted"', "\\back", "[1, 2]", "tokenization",
         "ok",

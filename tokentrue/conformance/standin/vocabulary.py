@@ -1,7 +1,7 @@
-"""Token ids and text by the `tokenizers` and `transformers` libraries alone, and ways to sample the same text with
-other ids than the tokenizer would choose. Pictures of one colour, and a model directory whose prompts may have images:
-the shipped tokenizer with Qwen's vision tokens and image processor. An image of W by H pixels, multiples of 28, has
-W·H/784 tokens."""
+"""Ids and text by the `tokenizers` and `transformers` libraries alone, and the same text in other ids than the
+tokenizer would choose. Pictures of one colour, and a model directory for them: the shipped tokenizer with Qwen's vision
+tokens and image processor. An image of W by H pixels, multiples of 28, has W·H/784 tokens.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class Vocabulary:
         return AutoTokenizer.from_pretrained(str(self.folder))
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """The prompt as an engine renders it that is sent messages."""
         return self._chat.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
 
     def expand_images(
@@ -71,7 +70,7 @@ class Vocabulary:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def split(self, ids: Sequence[int], rng: random.Random, share: float) -> list[int]:
-        """The same bytes in other ids: some tokens are cut in two at any byte, also inside a character."""
+        """Some tokens are cut in two at any byte, also inside a character."""
         out: list[int] = []
         for token in ids:
             out += self._halves(token, rng) if token not in self.added_ids and rng.random() < share else [token]
@@ -87,7 +86,7 @@ class Vocabulary:
 
 
 def draw_picture(colour: Colour, width: int = 2, height: int = 2, *, level: int = 6) -> bytes:
-    """A PNG file of `width` by `height` tokens; another `level` of compression is the same picture in other bytes."""
+    """PNG of `width` by `height` tokens; another `level` of compression is the same picture in other bytes."""
     from PIL import Image
 
     file = io.BytesIO()

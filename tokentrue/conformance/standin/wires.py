@@ -1,5 +1,6 @@
 """How gateways ask engines: SGLang's `/generate`, and vLLM's `/v1/chat/completions` with `return_token_ids`,
-`/v1/completions` and `/inference/v1/generate`. Each wire reads a request and writes answers and events."""
+`/v1/completions` and `/inference/v1/generate`.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +36,17 @@ class EngineWire:
         return {**answers[0], "choices": [{**one["choices"][0], "index": at} for at, one in enumerate(answers)]}
 
     def rows(self, generation: Generation, first: int, count: int) -> list[Json]:
-        pairs = zip(generation.sampled[first:count], generation.logprobs[first:count], strict=True)
-        return [
-            {
+        def row(token: int, value: float) -> Json:
+            text = list(self.vocabulary.text([token]).encode())
+            return {
                 "token": f"token_id:{token}",
                 "token_id": token,
                 "logprob": value,
-                "bytes": list(self.vocabulary.text([token]).encode()),
+                "bytes": text,
                 "top_logprobs": [],
             }
-            for token, value in pairs
-        ]
+
+        return list(map(row, generation.sampled[first:count], generation.logprobs[first:count]))
 
     def envelope(self, generation: Generation, kind: str, choice: Json, finish: Finished | None) -> Json:
         if finish is not None:
@@ -155,9 +156,8 @@ class VLLMCompletions(EngineWire):
 
 
 class VLLMChat(EngineWire):
-    """The engine renders the messages with the model's chat template and parses what it sampled, as vLLM does with
-    `--reasoning-parser` and `--tool-call-parser hermes`. Ids are sent if the request says `return_token_ids`; SGLang's
-    chat route also takes `input_ids` instead of rendering, and answers `return_meta_info`."""
+    """Renders the messages with the chat template and parses what it sampled, as vLLM does with `--reasoning-parser`
+    and `--tool-call-parser hermes`. SGLang's chat route also takes `input_ids`, and answers `return_meta_info`."""
 
     def read(self, body: Json) -> EngineRequest:
         messages = [chat_message(message) for message in body["messages"]]
@@ -192,7 +192,7 @@ class VLLMChat(EngineWire):
 
 
 def chat_message(message: Json) -> Json:
-    """Texts as one string where there is no image, arguments as objects, as vLLM gives them to a template."""
+    """As vLLM gives them to a template: texts as one string where there is no image, arguments as objects."""
     out = {name: value for name, value in message.items() if value is not None}
     content = message.get("content")
     if isinstance(content, list) and any(part.get("type") == "image_url" for part in content):
@@ -218,7 +218,7 @@ def loaded(arguments: str) -> Any:
 
 
 def parse_output(text: str, *, ended: bool) -> tuple[str, str, list[Json]]:
-    """Reasoning, text and calls; of an output that goes on, only what cannot change any more."""
+    """Reasoning, text and calls; of an output that goes on, only what cannot change."""
     text = text.removesuffix("<|im_end|>")
     text = text if ended else text.rstrip("\ufffd")
     reasoning = ""

@@ -2,7 +2,7 @@
 
 float32 products have three forms with the same bits: oneDNN's linear kernel (rows are independent from two rows up);
 for small K, with far less call overhead, the ordinary product of at least PLAIN_ROWS rows, and the product with the
-transposed weight. Fixed row tiles serve 16-bit types, one column, and every case where the others fail.
+transposed weight. Fixed row tiles serve all other cases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def two_rows(x_MK: Tensor) -> Tensor:
-    """Pads one row to two: a single row would take the matrix-vector kernel, which sums in another order."""
+    """A single row would take the matrix-vector kernel, which sums in another order."""
     return x_MK.expand(2, -1).contiguous() if x_MK.shape[0] == 1 else x_MK
 
 
@@ -36,7 +36,6 @@ def onednn_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def plain_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Adds the bias after the sum, as oneDNN does."""
     out = torch.mm(x_MK, weight.t())
     return out if bias is None else out.add_(bias)
 
@@ -52,9 +51,8 @@ LEAST_COLUMNS = 16
 
 @cache
 def has_products(dtype: torch.dtype) -> bool:
-    """True if oneDNN multiplies this 16-bit type here; otherwise torch's product is up to a hundred times slower than
-    one of float32 copies. On ARM, torch never uses oneDNN for float16, whatever it reports.
-    """
+    """Whether oneDNN multiplies this 16-bit type here; torch's product is otherwise up to a hundred times slower than
+    one of float32 copies. On ARM, torch never uses oneDNN for float16, whatever it reports."""
     if not torch.backends.mkldnn.is_available():
         return True
     if dtype == torch.bfloat16:
@@ -63,7 +61,7 @@ def has_products(dtype: torch.dtype) -> bool:
 
 
 def widens(x: Tensor) -> bool:
-    """True if float32 copies are multiplied: the product of two 16-bit values is exact in float32."""
+    """Whether float32 copies are multiplied: the product of two 16-bit values is exact in float32."""
     return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and not has_products(x.dtype)
 
 
@@ -90,7 +88,7 @@ def tiled_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Linear(torch.autograd.Function):
-    """On any device: forward by a row-invariant product; backward by ordinary ones (deterministic, which suffices)."""
+    """Forward by a row-invariant product; backward by ordinary ones (deterministic, which suffices)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
@@ -113,9 +111,8 @@ APART_VALUES = 1024  # computed at a time: few enough that torch does not split 
 
 
 def compute(name: str, x: Tensor) -> Tensor:
-    """`torch.cos`, `sin` or `erf`. Some vector libraries (Sleef on ARM) choose the formula of a whole vector by its
-    largest value: there each value gets its own vector.
-    """
+    """`torch.cos`, `sin` or `erf`. Some vector libraries (Sleef on ARM) choose the formula of a vector by its largest
+    value: there each value gets its own vector."""
     function = getattr(torch, name)
     return compute_apart(function, x) if mixes_neighbours(name) else function(x)
 

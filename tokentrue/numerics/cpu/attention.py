@@ -1,9 +1,9 @@
 """Causal attention on the CPU with one reduction order for training, prefill and decode.
 
-A query's result is a fold over key blocks of 128, in order: scores by one product over the head size, the maximum over
-all visible keys, exp, then per block the product with the values and the sum, a sink last. Masked and padded keys have
-weight exactly 0, so padding changes nothing. A product gives a row the same bits from a minimum number of rows on,
-which the self-test finds. float32 throughout.
+A query's result is a float32 fold over key blocks of 128, in order: scores by one product over the head size, the
+maximum over all visible keys, exp, then per block the product with the values and the sum, a sink last. Masked and
+padded keys have weight exactly 0. A product gives a row the same bits from a minimum number of rows on, which the
+self-test finds.
 
 Legend: X batch of (key head, sequence), M query rows (position-major, then heads of the group), N keys (a multiple of
 128), D head size.
@@ -34,10 +34,8 @@ KEPT = 1 << 24
 def fold(
     q_XMD: Tensor, k_XND: Tensor, v_XND: Tensor, hidden: Tensor, softcap: float | None, sink: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Output [X,M,D], maximum and total [X,M,1], weights before division [X,M,N].
-
-    `hidden`: mask over the last keys, broadcast over X. `sink` [X,M,1]: an additional score of each row.
-    """
+    """Output [X,M,D], maximum and total [X,M,1], weights before division [X,M,N]. `hidden`: mask over the last keys,
+    broadcast over X. `sink` [X,M,1]: an additional score of each row."""
     s_XMN = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     if softcap is not None:
         s_XMN = s_XMN.div_(softcap).tanh_().mul_(softcap)
@@ -175,7 +173,7 @@ class PackedAttention(torch.autograd.Function):
 def weights_again(
     q_XMD: Tensor, k_XND: Tensor, top: Tensor, chunk: Chunk, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Recomputes the weights of `fold`, and the slope of the soft cap."""
+    """The weights of `fold` again, and the slope of the soft cap."""
     s = torch.bmm(q_XMD, k_XND.transpose(1, 2))
     slope = None
     if softcap is not None:
@@ -206,8 +204,8 @@ def token_major(x_XTGD: Tensor, shape: torch.Size) -> Tensor:
 def attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
     """q [T,H,D], k/v [T,J,D], sequences back to back; those of equal padded length share a product if causal.
 
-    The keys of a tree's segment are gathered along its row, and its queries begin with the block that holds its first
-    token: the products are those of the row by itself.
+    The keys of a tree's segment are gathered along its row, and its queries begin with the block of its first token:
+    the products are those of the row by itself.
     """
     lengths, tree = packed.lengths, packed.branches
     if not spec.causal:
@@ -243,7 +241,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSp
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """One sequence, each query over all keys."""
     length = q.shape[0]
     padded = (F.pad(x, (0, 0, 0, 0, 0, up_to(length, KEYS) - length))[None] for x in (q, k, v))
     return PackedAttention.apply(*padded, None, spec, length)[0, :length]  # pyright: ignore
@@ -251,7 +248,7 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sequences of a step that are computed together: as many queries each, and about as many keys."""
+    """Sequences that are computed together: as many queries each, and about as many keys."""
 
     rows: Tensor | None  # of their queries; None: all of the step
     sequences: int
@@ -262,8 +259,6 @@ class Plan:
 
 
 class PagedAttention:
-    """`Ops.paged_attention`."""
-
     def __init__(self, page: int) -> None:
         self.page = page
         self.rows = 8  # least rows of a product; the self-test finds it
@@ -286,9 +281,8 @@ class PagedAttention:
         return out
 
     def plan(self, batch: PagedBatch, window: int | None, heads: int, groups: int) -> list[Plan]:
-        """Decodes of padded lengths within a factor of two share a product (others would pay for the longest), and so do
-        prefills alike.
-        """
+        """Decodes of padded lengths within a factor of two share a product (others would pay for the longest), and so
+        do prefills alike."""
         buckets: dict[tuple[int, int], list[int]] = {}
         for i, (queries, context) in enumerate(zip(batch.q_lens, batch.contexts, strict=True)):
             alike = (0, ((context - 1) // KEYS).bit_length()) if i < batch.num_decodes else (queries, context)
@@ -348,7 +342,7 @@ def past_the_end() -> Tensor:
 
 
 def hidden_decode(contexts: list[int], keys: int, window: int | None) -> Tensor:
-    """[S,1,N]: mask of hidden keys; only over the last block if that suffices."""
+    """[S,1,N]; only over the last block if that suffices."""
     first = keys - KEYS
     if window is None and min(contexts) > first:
         return past_the_end()[[context - first for context in contexts]].unsqueeze(1)

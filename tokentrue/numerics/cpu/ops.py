@@ -1,6 +1,4 @@
-"""Exact operators on the CPU, from plain torch. No form of a product is trusted: `self_test` first compares bits on
-this machine for every shape of the model.
-"""
+"""Exact operators on the CPU, from plain torch. `self_test` first compares bits for every shape of the model."""
 
 from __future__ import annotations
 
@@ -258,7 +256,7 @@ LEAST_ROWS = (2, 4, 8, 16, 32)
 
 
 def check_functions(dtype: torch.dtype) -> None:
-    """Functions of `modules.ARITHMETIC`, callable by a model's code, that are more than one rounded operation."""
+    """Of `modules.ARITHMETIC` those that are more than one rounded operation."""
     for name in ELEMENTWISE:
         for kind in {dtype, torch.float32}:
             if not elements_independent(name, kind):
@@ -286,7 +284,7 @@ def sums_independent(name: str, width: int, threads: int) -> bool:
 
 @cache
 def plain_equals_onednn(k: int, n: int, bias: bool, threads: int) -> bool:
-    """True if ordinary and transposed products have oneDNN's bits for every row count that uses them."""
+    """For every row count that uses these products."""
     x, w, b = example(k, n, bias, torch.float32)
     transposed = w.t().contiguous()
     with torch.no_grad():
@@ -309,7 +307,7 @@ def example(k: int, n: int, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 @cache
 def rows_independent(form: Product, k: int, n: int, bias: bool, dtype: torch.dtype, threads: int) -> bool:
-    """Compares rows of a large product with the same rows in smaller ones, at other positions, and with another N."""
+    """Rows of a large product against the same rows in smaller ones, at other positions, and with another N."""
     x, w, b = example(k, n, bias, dtype)
     cuts = ((start, m) for m in ROWS for start in (0, ROWS[-1] - m))
     with torch.no_grad():
@@ -321,7 +319,7 @@ def rows_independent(form: Product, k: int, n: int, bias: bool, dtype: torch.dty
 
 @cache
 def attention_independent(rows: int, h: int, j: int, d: int, threads: int) -> bool:
-    """Compares whole sequences with decodes, chunks and batches of the same queries."""
+    """Whole sequences against decodes, chunks and batches of the same queries."""
     random = torch.Generator().manual_seed(h * 1009 + d)
     ops, keys, spec = CpuOps(), 3 * KEYS, AttentionSpec(scale=d**-0.5)
     ops.paged.rows = rows

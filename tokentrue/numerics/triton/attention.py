@@ -1,12 +1,12 @@
 """Attention whose rows do not depend on what else is computed: one kernel for prefill, decode and training.
 
 A row's result is a left fold, in ascending order, over key blocks of fixed size that start at position 0 of its
-sequence. Each block is summed under its own maximum and then folded in, so blocks may be computed separately (decode of
-few long sequences) and folded later with the same bits. A tile packs the query heads of one key head; with at least 16
-rows a warp, the sums of a row stay inside one warp, so the tile's height does not affect bits. Whole blocks in a row's
-future are exact no-ops. A sink is folded in last, as a block of one key without a value. The backward pass has no
-atomics: dQ and dK/dV are two kernels, each a fixed fold. In a tree the keys of a row are looked up one by one; all queries
-that see a segment's keys follow it.
+sequence. Each block is summed under its own maximum and then folded in, so blocks may be computed separately and folded
+later with the same bits. A tile packs the query heads of one key head; with at least 16 rows a warp, the sums of a row
+stay inside one warp, so the tile's height does not affect bits. Whole blocks in a row's future are exact no-ops. A sink
+is folded in last, as a block of one key without a value. The backward pass has no atomics: dQ and dK/dV are two
+kernels, each a fixed fold. In a tree the keys of a row are looked up one by one; all queries that see a segment's keys
+follow it.
 
 Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM query rows, BN keys of a block.
 """
@@ -274,7 +274,6 @@ def _forward_kernel(q_ptr, k_ptr, v_ptr, sink_ptr, o_ptr, lse_ptr, starts_ptr, c
 
 
 def copy_tiles(pairs: list[tuple[int, int]], device: torch.device) -> Tiles:
-    """Asynchronous copy to the device."""
     flat = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2).t().contiguous()
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
@@ -296,7 +295,6 @@ def gradient_tiles(lengths: Sequence[int], dtype: torch.dtype, device: torch.dev
 
 
 def dense_heads(q: Tensor) -> Tensor:
-    """Makes the heads of a token contiguous."""
     return align_rows(q if q.stride(-1) == 1 and q.stride(1) == q.shape[2] else q.contiguous())
 
 

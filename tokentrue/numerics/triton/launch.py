@@ -1,9 +1,8 @@
 """Shared by all kernel launches.
 
 The compiler picks a layout, and with it the order of a sum, from the alignment of its pointers: rows are always
-contiguous and start at 16-byte boundaries. It may contract `a * b + c`: that is off, and a kernel that wants a fused
-multiply-add calls `tl.fma`. Numbers that change from step to step are not specialised on: nothing is compiled while
-requests wait.
+contiguous and start at 16-byte boundaries. It may contract `a * b + c`: that is off, and a kernel that wants it calls
+`tl.fma`. Numbers that change from step to step are not specialised on: nothing is compiled while requests wait.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ _compiled: dict[tuple[object, ...], Any] = {}
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_stages: int = 3, **constants: Any
 ) -> None:
-    """`kernel[grid](*args, **constants)`; `constants` are the kernel's last parameters, in their order.
-
-    Caches compiled forms: Triton's own lookup costs more than the rest of an operator.
-    """
+    """`kernel[grid](*args, **constants)`; `constants` are the kernel's last parameters, in their order. Caches compiled
+    forms: Triton's own lookup costs more than the rest of an operator."""
     key = (id(kernel), torch.cuda.current_device(), num_warps, num_stages, *constants.values(), *map(_form, args))
     compiled = _compiled.get(key)
     if compiled is None:
@@ -77,7 +74,7 @@ def _form(value: Any) -> object:
 
 
 def align_rows(x: Tensor) -> Tensor:
-    """`x`, or a copy whose last dimension is dense and whose rows start at 16-byte boundaries."""
+    """`x`, or a copy with a dense last dimension and rows that start at 16-byte boundaries."""
     size = x.element_size()
     dense = x.is_contiguous() or (x.stride(-1) == 1 and all(s * size % ALIGNMENT_BYTES == 0 for s in x.stride()[:-1]))
     if dense and x.data_ptr() % ALIGNMENT_BYTES == 0:
@@ -86,7 +83,7 @@ def align_rows(x: Tensor) -> Tensor:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """`x` as an aligned, contiguous [rows, last] matrix."""
+    """As an aligned, contiguous [rows, last] matrix."""
     return align_rows(x.reshape(-1, x.shape[-1]).contiguous())
 
 

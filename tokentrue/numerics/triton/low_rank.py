@@ -3,8 +3,7 @@
 Rows are grouped by adapter as pairs are by expert, so a row has the bits of `Ops.add_low_rank`. Planning stays on the
 device and sizes are fixed, so that a step can be captured; new weights of the same shape are written in place.
 
-Legend: T rows, K inputs, N outputs, S slots, P projections of the merged product, R rank (padded with zeros, which
-change no sum).
+Legend: T rows, K inputs, N outputs, S slots, P projections of the merged product, R rank (padded with zeros).
 """
 
 from __future__ import annotations
@@ -19,14 +18,7 @@ from torch import Tensor
 
 from tokentrue.numerics.ops import LowRank, LowRankStack, RowSlots
 from tokentrue.numerics.triton.experts import Groups, group, multiply_groups
-from tokentrue.numerics.triton.launch import (
-    Tile,
-    launch,
-    let_next_start,
-    power_of_two,
-    precision_of,
-    wait_for_inputs,
-)
+from tokentrue.numerics.triton.launch import Tile, launch, let_next_start, power_of_two, precision_of, wait_for_inputs
 
 LEAST_RANK = 16
 MOST_PARTS = 3

@@ -1,9 +1,9 @@
 """y = x @ w.T + b with bits that do not depend on the number of rows.
 
 Every output element is one float32 sum over k in ascending order: no split of K. The number of rows selects kernel and
-tile for speed alone; the self-test checks on this machine that all agree. From Hopper on most products use tensor
-descriptors, which copy whole tiles in bulk. Backward products are cuBLAS's (deterministic). Gated products round where
-the plain modules round.
+tile for speed alone; the self-test checks that all agree. From Hopper on most products use tensor descriptors, which
+copy whole tiles in bulk. Backward products are cuBLAS's (deterministic). Gated products round where the plain modules
+round.
 
 Legend: M rows, N outputs, K inputs.
 """
@@ -169,15 +169,11 @@ LARGE = Tile(128, 256, 64, 8, 3)
 MIDDLE = Tile(128, 128, 64, 4, 4)
 SMALL = Tile(64, 64, 64, 4, 6)
 # For few rows: every program has a multiprocessor, and nearly all of its shared memory, to itself. Smallest first.
-ALONE = (
-    Tile(64, 64, 128, 4, 6),
-    Tile(64, 128, 64, 4, 8),
-    Tile(128, 128, 64, 4, 6),
-)
+ALONE = (Tile(64, 64, 128, 4, 6), Tile(64, 128, 64, 4, 8), Tile(128, 128, 64, 4, 6))
 
 
 def plain_tile(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, gated: bool) -> Tile:
-    """Measured on an H200, harmless elsewhere. `outputs`: of each half, if gated."""
+    """Measured on an H200. `outputs`: of each half, if gated."""
     if dtype == torch.float32:
         return Tile(16, 32, 32, 4, 3) if rows <= 32 else Tile(64, 64, 32, 4, 3)
     if rows > 256:
@@ -200,7 +196,7 @@ def plain_tile(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, gate
 
 
 def described_tile(x: Tensor, weight: Tensor, *, gated: bool) -> Tile | None:
-    """For descriptors; None if there are none, or `plain_tile` is faster. Measured on an H200."""
+    """None if there are no descriptors, or `plain_tile` is faster. Measured on an H200."""
     rows, outputs, processors = x.shape[0], weight.shape[0], multiprocessors(x.device)
     # Rows must start at 16-byte boundaries; a row of the result has as many values as the weight has rows.
     dense = x.stride(-1) == 1 and x.stride(0) * x.element_size() % ALIGNMENT_BYTES == 0

@@ -1,8 +1,8 @@
 """Exact operators of a CUDA device (Ampere and newer), in Triton.
 
-Tiles are free to vary while they agree on this machine: `self_test` compares them for the model's shapes. A product
-that changes with the number of rows is pinned to one tile; a decode that differs from prefill is not split; a fused
-launch that differs from its parts is replaced by them.
+Tiles are free to vary while `self_test` finds that they agree for the model's shapes. A product that changes with the
+number of rows is pinned to one tile; a decode that differs from prefill is not split; a fused launch that differs from
+its parts is replaced by them.
 """
 
 from __future__ import annotations
@@ -53,13 +53,11 @@ FEW_ROWS = 256
 
 
 def splits_for(programs: int) -> int:
-    """Two programs per multiprocessor of an H200; measured there."""
+    """Two programs per multiprocessor of an H200."""
     return min(32, 264 // programs) if programs <= MOST_SHARED else 1
 
 
 class TritonOps(Ops):
-    """For one model on one device."""
-
     block_size = 64
     reads_16bit = True
 

@@ -1,9 +1,8 @@
-"""Log-softmax over a vocabulary, and the end of a decode step on the device, without the host in between.
+"""Log-softmax over a vocabulary, and the end of a decode step on the device.
 
 A row is cut into chunks of fixed size; each gives its maximum and its sum of exponentials, and one program folds them.
-Everything after that is elementwise, so `log_softmax`, `token_logprobs` and `advance` have equal bits. The Gumbel noise
-is a hash of (seed, position, token) in float64, that of `engine/sample.py`. float32 scores select the chunks that can
-contain the winner; among those it is found in float64.
+All else is elementwise, so `log_softmax`, `token_logprobs` and `advance` have equal bits. The Gumbel noise is that of
+`engine/sample.py`. float32 scores select the chunks that can contain the winner; among those it is found in float64.
 
 Legend: R rows, V vocabulary.
 """
@@ -69,7 +68,7 @@ def _whole_kernel(
 
 
 def row_stats(z: Tensor) -> Tensor:
-    """[R, 2]: maximum and log-sum of each row of z."""
+    """[R, 2]: maximum and log-sum of each row."""
     rows, vocabulary = z.shape
     chunks = cdiv(vocabulary, CHUNK)
     top, total = torch.empty((2, rows, chunks), dtype=torch.float32, device=z.device)
