@@ -29,8 +29,7 @@ TokenTrueError
 ├── TokenContractError      recorded ids, log-probabilities or spans do not fit together: always a bug, never repaired
 ├── AuditError              a certificate, mask or log-probability of an exported sample does not hold
 ├── TrainingError           a run that cannot continue: nothing to learn from, numbers that are not finite, stale weights
-└── ExactnessError          two numbers that must be equal in bits are not, or an operator has no exact form
-"""
+└── ExactnessError          two numbers that must be equal in bits are not, or an operator has no exact form"""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _load(kind: Any, model: str | Path, **options: Any) -> Any:
 
 
 @contextmanager
-def _without_progress_bar(*, is_local: bool) -> Generator[None, None, None]:
+def _without_progress_bar(*, is_local: bool) -> Generator[None]:
     from transformers.utils import logging
 
     hidden = is_local and logging.is_progress_bar_enabled()

@@ -47,7 +47,7 @@ def stop_tracing() -> None:
 
 
 @contextmanager
-def _span(name: str, context: Context | None = None, kind: SpanKind | None = None) -> Generator[None, None, None]:
+def _span(name: str, context: Context | None = None, kind: SpanKind | None = None) -> Generator[None]:
     from opentelemetry.trace import SpanKind, StatusCode
 
     assert _Tracing.tracer is not None
@@ -82,7 +82,7 @@ def is_traced() -> bool:
 
 
 @contextmanager
-def trace_request(name: str, headers: Iterable[tuple[bytes, bytes]]) -> Generator[None, None, None]:
+def trace_request(name: str, headers: Iterable[tuple[bytes, bytes]]) -> Generator[None]:
     """A child of the caller's span if the headers carry a `traceparent`."""
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

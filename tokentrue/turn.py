@@ -211,7 +211,7 @@ class Session:
         found = self._start_or_join(await self._read(request), streamed=False)
         return await found.wait() if isinstance(found, InFlightTurn) else await self._wait_or_read(found)
 
-    async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+    async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent]:
         """Events as tokens are sampled; a request that joins a turn in flight, or repeats a recorded one, gets the
         whole message once it is committed. Closing the iterator cancels the turn if no other caller waits."""
         async with aclosing(self.stream_batches(await self._read(request))) as batches:
@@ -226,13 +226,13 @@ class Session:
         parsed = self.conversations.parse(request.messages, request.tools)
         return replace(request, messages=await add_parsed(self.conversations, parsed))
 
-    def stream_batches(self, request: TurnRequest) -> AsyncGenerator[list[TurnEvent], None]:
+    def stream_batches(self, request: TurnRequest) -> AsyncGenerator[list[TurnEvent]]:
         """`stream`, with events that are ready together in one list. The turn starts at once: the iterator must be
         read."""
         found = self._start_or_join(request, streamed=True)
         return found.events() if isinstance(found, InFlightTurn) else self._stream_again(found)
 
-    async def _stream_again(self, found: JoinedTurn | AnsweredTurn) -> AsyncGenerator[list[TurnEvent], None]:
+    async def _stream_again(self, found: JoinedTurn | AnsweredTurn) -> AsyncGenerator[list[TurnEvent]]:
         for index, reply in enumerate(await self._wait_or_read(found)):
             named = TurnEvent(index=index, node_id=reply.node)
             deltas = [structs.replace(named, delta=each) for each in generation.deltas_from_message(reply.message)]
@@ -389,11 +389,7 @@ class Session:
 
     # Samples, rewards and the end.
     def samples(
-        self,
-        *,
-        max_tokens: int | None = None,
-        include_abandoned: bool = False,
-        metadata: JsonMapping | None = None,
+        self, *, max_tokens: int | None = None, include_abandoned: bool = False, metadata: JsonMapping | None = None
     ) -> list[Sample]:
         """One contiguous sample per leaf that was not replaced; every sampled token is trained once or accounted for
         in `coverage`."""
@@ -408,12 +404,7 @@ class Session:
         return coverage_of(self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned)
 
     async def reward(
-        self,
-        reward: float,
-        *,
-        leaf: str | None = None,
-        metadata: JsonMapping | None = None,
-        group: str | None = None,
+        self, reward: float, *, leaf: str | None = None, metadata: JsonMapping | None = None, group: str | None = None
     ) -> None:
         """Rewards the whole session, or one node (`leaf`). `group` sets the group of a session without one."""
         if group is not None and self.record.group not in (None, group):

@@ -42,8 +42,7 @@ UNVERSIONED = 0
 
 class PastMessages(tuple[Message, ...]):
     """Recorded messages, which nobody modifies. `read`: a renderer, and what it made of the first of them; the messages
-    of a later turn go on from it, so that a renderer reads each only once.
-    """
+    of a later turn go on from it, so that a renderer reads each only once."""
 
     read: tuple[object, tuple[Any, ...]] = (None, ())
 

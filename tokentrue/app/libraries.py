@@ -29,7 +29,7 @@ def quiet_libraries(threads: int | None = None) -> None:
 
 
 @contextmanager
-def without_torch(engine: str) -> Generator[None, None, None]:
+def without_torch(engine: str) -> Generator[None]:
     """If `engine` runs elsewhere and torch is not loaded already. Afterwards transformers has no models in this
     process."""
     # Loading a tokenizer imports transformers, which imports torch if it is installed: seconds of start-up and

@@ -180,7 +180,7 @@ def sessions_on(url: str, config: RolloutConfig, admin_key: str | None, **option
 
 
 @asynccontextmanager
-async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions, None]:
+async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions]:
     async with AsyncExitStack() as stack:
         url, admin_key = settings.url, os.environ.get(ADMIN_KEY)
         if url is None:

@@ -23,14 +23,7 @@ from tokentrue.records import record
 from tokentrue.samples.files import read_sound_samples
 from tokentrue.samples.groups import group_of
 from tokentrue.samples.images import ImageFolder
-from tokentrue.train.config import (
-    EvaluationConfig,
-    LoggerName,
-    OptimConfig,
-    TrainConfig,
-    config_hash,
-    plain_settings,
-)
+from tokentrue.train.config import EvaluationConfig, LoggerName, OptimConfig, TrainConfig, config_hash, plain_settings
 from tokentrue.types import AtLeastOne, Sample
 
 if TYPE_CHECKING:
@@ -237,7 +230,7 @@ class SampleFile:
 @asynccontextmanager
 async def source_for(
     settings: TrainRun, ranks: Ranks, file: SampleFile | None
-) -> AsyncGenerator[tuple[Rounds, Publisher, Evaluator | None], None]:
+) -> AsyncGenerator[tuple[Rounds, Publisher, Evaluator | None]]:
     """With embedded engines every rank has a gateway and an engine; otherwise only rank 0 reads the file or calls the
     servers."""
     from tokentrue.train import Publisher, SourceRounds

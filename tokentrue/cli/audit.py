@@ -12,9 +12,7 @@ from tokentrue.json_types import JsonObject
 
 
 def command(
-    file: SamplesFile,
-    as_json: AsJson = False,
-    limit: Annotated[int, Option(help="findings to print")] = 20,
+    file: SamplesFile, as_json: AsJson = False, limit: Annotated[int, Option(help="findings to print")] = 20
 ) -> int:
     """Re-check exported samples; exit 1 where something does not hold, and say where."""
     from tokentrue.samples import AuditFinding, audit_exported, read_exported

@@ -75,7 +75,7 @@ def require_utf8(option: str, text: str | None) -> None:
 
 
 @contextmanager
-def name_option(option: str) -> Generator[None, None, None]:
+def name_option(option: str) -> Generator[None]:
     try:
         yield
     except (InputError, RenderError) as error:
@@ -211,7 +211,7 @@ def require_folder(folder: Path) -> None:
 @contextmanager
 def progress_bar(
     title: str, total: int, *, quiet: bool = False, every_s: float = 0.0
-) -> Generator[Callable[[str], None], None, None]:
+) -> Generator[Callable[[str], None]]:
     """Call the yielded function once per finished piece, with a word about it. A bar with the time left on a terminal;
     elsewhere a line per piece, or one every `every_s` seconds."""
     if quiet:
@@ -253,7 +253,7 @@ def count_items(items: Iterable[T], noun: str, *, quiet: bool = False) -> Iterat
 
 
 @contextmanager
-def show_status(text: str, *, quiet: bool = False) -> Generator[Callable[[str], None], None, None]:
+def show_status(text: str, *, quiet: bool = False) -> Generator[Callable[[str], None]]:
     """A spinner whose text the yielded function changes on a terminal's stderr, one line elsewhere."""
     if quiet:
         yield lambda _: None
@@ -268,7 +268,7 @@ def show_status(text: str, *, quiet: bool = False) -> Generator[Callable[[str], 
 
 
 @contextmanager
-def rollout_log(out: Path) -> Generator[Path, None, None]:
+def rollout_log(out: Path) -> Generator[Path]:
     path = out / "rollouts.log"
     handler = logging.FileHandler(path, delay=True, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from tokentrue.cli.common import (
-    AsJson,
-    ReportPage,
-    pluralise,
-    print_json,
-    print_report,
-    require_file,
-    show_status,
-)
+from tokentrue.cli.common import AsJson, ReportPage, pluralise, print_json, print_report, require_file, show_status
 from tokentrue.errors import ConfigError
 from tokentrue.hub import SMALL_MODEL
 

@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from tokentrue.cli.common import (
-    AsJson,
-    describe_costs,
-    pluralise,
-    print_json,
-    progress_bar,
-    require_folder,
-    show_share,
-)
+from tokentrue.cli.common import AsJson, describe_costs, pluralise, print_json, progress_bar, require_folder, show_share
 from tokentrue.hub import SMALL_MODEL, load_causal_model
 from tokentrue.plain_json import dumps
 from tokentrue.records import record

@@ -1,6 +1,5 @@
 """tokentrue diagnose SAMPLES: how far and where rollout and trainer log-probabilities differ; what a correction
-does.
-"""
+does."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ def command(
         int | None, Option(help="only samples that this version of the weights sampled from first to last token")
     ] = None,
     write_logprobs: Annotated[
-        Path | None,
-        Option(help="with --trainer: write its log-probabilities for `tokentrue view --trainer-logprobs`"),
+        Path | None, Option(help="with --trainer: write its log-probabilities for `tokentrue view --trainer-logprobs`")
     ] = None,
     as_json: AsJson = False,
 ) -> int:

@@ -108,13 +108,7 @@ def serve(settings: ServeConfig, admin_key: str, *, is_new_key: bool) -> int:
     from tokentrue.app.wiring import gateway_for
     from tokentrue.gateway.serving.forwarding import Peers
     from tokentrue.gateway.serving.processes import Dispatcher, RenderDeadline, Supervisor, share_admin_state
-    from tokentrue.gateway.serving.server import (
-        find_url,
-        listen,
-        listen_to_workers,
-        log_to_stderr,
-        serve_until_signal,
-    )
+    from tokentrue.gateway.serving.server import find_url, listen, listen_to_workers, log_to_stderr, serve_until_signal
     from tokentrue.sessions import StoreLock
 
     state = share_admin_state()  # in memory that the processes share: admin settings survive a restart

@@ -101,8 +101,7 @@ def session_ids(opened: Client | JournalSource, group: str | None = None) -> Ite
 
 class JournalSource:
     """A store with the methods of `Client`. Refuses to delete while a server uses the file, or a gateway on PostgreSQL
-    owns the session.
-    """
+    owns the session."""
 
     def __init__(self, store: str) -> None:
         self._store = require_store(store)

@@ -224,7 +224,7 @@ async def play_all(fleet: Fleet, plans: Sequence[Plan], on_rollout: Callable[[Ro
 
 
 @contextlib.contextmanager
-def attach(address: str) -> Generator[Any, None, None]:
+def attach(address: str) -> Generator[Any]:
     """This process's Ray, or a connection to `address` for the block; `local` starts one here."""
     ray = import_ray()
     mine = not ray.is_initialized()

@@ -108,7 +108,7 @@ class GatewaySessions:
             del self._sent[key]
 
     @contextlib.asynccontextmanager
-    async def open(self, plan: Plan) -> AsyncGenerator[GatewaySession, None]:
+    async def open(self, plan: Plan) -> AsyncGenerator[GatewaySession]:
         """Ended with the block. It stays open only if the rollout will be resumed."""
         # shielded: the gateway may hold the session already when a cancellation arrives
         creating = asyncio.ensure_future(self._create(plan))

@@ -53,7 +53,7 @@ class AdmissionGate:
         return True
 
     @asynccontextmanager
-    async def admit(self, session_id: str) -> AsyncGenerator[None, None]:
+    async def admit(self, session_id: str) -> AsyncGenerator[None]:
         """Holds one slot for the block; call it after `wait_for_resume`."""
         if self.in_flight < self._limits.in_flight and not self._queue and not self.closing:
             self._begin()

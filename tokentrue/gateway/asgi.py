@@ -72,7 +72,7 @@ class BodyBudget:
         self.used = 0
 
     @asynccontextmanager
-    async def read(self, scope: Scope, receive: Receive, limit: int) -> AsyncGenerator[bytes, None]:
+    async def read(self, scope: Scope, receive: Receive, limit: int) -> AsyncGenerator[bytes]:
         taken = 0
 
         def take(size: int) -> None:
@@ -186,7 +186,7 @@ class EventStream:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     @contextmanager
-    def keep_alive(self, every_s: float) -> Generator[None, None, None]:
+    def keep_alive(self, every_s: float) -> Generator[None]:
         async def ping() -> None:
             while True:
                 await asyncio.sleep(max(0.0, self._last_write + every_s - time.monotonic()))
@@ -206,7 +206,7 @@ class EventStream:
 
 
 @contextmanager
-def cancel_on_disconnect(receive: Receive) -> Generator[None, None, None]:
+def cancel_on_disconnect(receive: Receive) -> Generator[None]:
     """Raises `ClientGone` in the block when the client disconnects. The body must have been read before."""
     work = asyncio.current_task()
     assert work is not None

@@ -59,7 +59,7 @@ class SessionAccess:
             raise invalid_key()
 
     @contextmanager
-    def hide_session(self) -> Generator[None, None, None]:
+    def hide_session(self) -> Generator[None]:
         """A wrong key does not reveal whether the session exists."""
         try:
             yield

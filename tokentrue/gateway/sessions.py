@@ -142,7 +142,7 @@ class SessionHandle:
 
     # State.
     @contextmanager
-    def count_in_flight(self) -> Generator[None, None, None]:
+    def count_in_flight(self) -> Generator[None]:
         if self.in_flight >= self._limits.in_flight_per_session:
             message = f"{self.in_flight} generations of this session are in flight"
             raise HttpError(429, "too_many_in_flight", message, retry_after_s=1.0)
@@ -219,12 +219,12 @@ class SessionRegistry:
         return self._live.get(session_id)
 
     @asynccontextmanager
-    async def checkout(self, session_id: str) -> AsyncGenerator[SessionHandle, None]:
+    async def checkout(self, session_id: str) -> AsyncGenerator[SessionHandle]:
         with self.keep_loaded(await self.open(session_id)) as handle:
             yield handle
 
     @contextmanager
-    def keep_loaded(self, handle: SessionHandle) -> Generator[SessionHandle, None, None]:
+    def keep_loaded(self, handle: SessionHandle) -> Generator[SessionHandle]:
         """Call it right after `open`, without an await in between."""
         handle.users += 1
         try:

@@ -20,11 +20,7 @@ from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.ids import TokenIds
 from tokentrue.images import is_turned
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.providers.building import (
-    CONSTRAINTS,
-    CompletionBuilder,
-    refuse_unknown_extra,
-)
+from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.remote import (
     EngineFault,
     EngineRequest,

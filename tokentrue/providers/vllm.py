@@ -20,11 +20,7 @@ import orjson
 from tokentrue.errors import EngineContractError, EngineRejected, SamplingError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.providers.building import (
-    CONSTRAINTS,
-    CompletionBuilder,
-    refuse_unknown_extra,
-)
+from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.remote import (
     EngineFault,
     EngineRequest,
@@ -40,16 +36,7 @@ from tokentrue.providers.remote import (
     read_tokens,
     version_from,
 )
-from tokentrue.types import (
-    FILTERS,
-    UNVERSIONED,
-    Completion,
-    Finish,
-    Ids,
-    RoutedExperts,
-    Sampling,
-    VersionSpan,
-)
+from tokentrue.types import FILTERS, UNVERSIONED, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
 EXTRA = CONSTRAINTS | frozenset(
     {"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words", "adapter"}

@@ -1,8 +1,7 @@
 """Text <-> ids for one tokenizer: either as the engine encodes, or so that content can never become an added token.
 
 Both give the same ids where content contains no added-token literal. `shield` marks literals in content before
-rendering; the rendered text is split at the unmarked ones, and the text between is encoded without added tokens.
-"""
+rendering; the rendered text is split at the unmarked ones, and the text between is encoded without added tokens."""
 
 from __future__ import annotations
 
@@ -250,8 +249,7 @@ class Codec:
 
     def encode(self, text: str, mark: str = "") -> TokenIds:
         """Encodes a whole text. Without `mark` as the engine does: every literal in it becomes its token; else only
-        those that `shield` has not marked.
-        """
+        those that `shield` has not marked."""
         return self._encode_pieces(text, mark, at_start=True) if mark else self.encoded.encode(self.backend, text)
 
     def encode_after(self, text: str, mark: str = "", *, literal: str) -> TokenIds:
@@ -334,8 +332,7 @@ def strings_in(value: JsonValue) -> Iterator[str]:
 
 class Shielded(NamedTuple):
     """`value`, and `shielded`: with the first of MARKS in what could become structure; `value` itself if nothing could.
-    `held`: the characters of MARKS that its strings have.
-    """
+    `held`: the characters of MARKS that its strings have."""
 
     value: Any
     shielded: Any

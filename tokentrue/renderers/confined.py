@@ -1,7 +1,6 @@
 """Runs the proof of a new chat template in a child process with operating-system limits on time and memory.
 
-Jinja's sandbox limits what a template can access, not what it costs.
-"""
+Jinja's sandbox limits what a template can access, not what it costs."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class ProcessLimits:
 
 def run_confined(work: Callable[[], JsonValue], limits: ProcessLimits | None = None) -> JsonValue:
     """Runs `work` in a child process and returns its JSON result. A TokenTrueError of `work` is raised here;
-    TemplateLimitError if the child exceeded a limit.
-    """
+    TemplateLimitError if the child exceeded a limit."""
     limits = limits or ProcessLimits()
     reader, writer = os.pipe()
     with _without_parallel_tokenizers():
@@ -66,7 +64,7 @@ def run_confined(work: Callable[[], JsonValue], limits: ProcessLimits | None = N
 
 
 @contextmanager
-def _without_parallel_tokenizers() -> Generator[None, None, None]:
+def _without_parallel_tokenizers() -> Generator[None]:
     """The tokenizers thread pool has no threads in a forked child. This variable disables it and its warning."""
     before = os.environ.get(PARALLELISM)
     os.environ[PARALLELISM] = "false"

@@ -13,8 +13,7 @@ loop over messages gets a second body for earlier messages. Example:
 What the second body keeps: writes to namespaces, calls that may have an effect (a macro that writes to a namespace),
 break and continue, and the conditions and assignments that these need. Statements that this file does not know are kept
 whole. Captured text (macros, {% set x %}…{% endset %}) is not touched. Where something was left out, the
-text holds SKIPPED: a caller that finds it after the recorded turn renders the template as it is.
-"""
+text holds SKIPPED: a caller that finds it after the recorded turn renders the template as it is."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class _Skipping:
 
     def _list_effects(self, body: Sequence[nodes.Node], needed: set[str]) -> list[nodes.Node]:
         """The statements without those that only write text. `needed`: the names that the statements after these read;
-        those that the result reads are added.
-        """
+        those that the result reads are added."""
         out: list[nodes.Node] = []
         for node in reversed(body):
             match node:
@@ -134,8 +132,7 @@ class _Skipping:
 
     def _is_pure(self, *body: nodes.Node) -> bool:
         """False if the nodes can do more than write text and set local names. A method cannot change its object: the
-        sandbox does not allow it.
-        """
+        sandbox does not allow it."""
         for node in _walk(body):
             match node:
                 case nodes.NSRef(name=name) if name in self._local_namespaces:
@@ -166,8 +163,7 @@ def _calls_raise(body: Sequence[nodes.Node]) -> bool:
 
 def _list_local_namespaces(template: nodes.Template) -> set[str]:
     """Names that only statements inside loops and macros set, and only to a new namespace: no other iteration or call
-    can read it.
-    """
+    can read it."""
     places = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
     local = {
         id(node.target): node.target.name

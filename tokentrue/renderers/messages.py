@@ -1,8 +1,7 @@
 """Normalises messages and tools to the plain shape that one template takes; bad input is a MessageError with the field.
 
 Arguments are parsed from JSON text, null content becomes "", parts are joined if the template takes strings, tool
-results get the name and id of their call. No text is changed.
-"""
+results get the name and id of their call. No text is changed."""
 
 from __future__ import annotations
 
@@ -144,8 +143,7 @@ def _normalise_calls(calls: JsonValue, field: str, inputs: InputFormat) -> list[
 
 def _normalise_arguments(arguments: JsonValue, inputs: InputFormat) -> JsonValue:
     """Parses a JSON object. Text that is not JSON, is nested too deeply or escapes a lone surrogate stays text; the
-    template decides what to do with it.
-    """
+    template decides what to do with it."""
     if isinstance(arguments, str) and arguments.strip():
         try:
             parsed: JsonValue = json.loads(arguments)

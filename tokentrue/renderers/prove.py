@@ -1,8 +1,7 @@
 """Proves a template and tokenizer by trial: shapes of conversation × roles appended, compared in ids with the truth.
 
 The truth is the real conversation rendered and encoded whole, cut by offsets after the last turn's last word (`zlastz`)
-and stop. `zn0z` is the first new content.
-"""
+and stop. `zn0z` is the first new content."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Messages to tokens and back for one tokenizer and template; see protocols.Renderer.
 
-Recorded ids are never encoded or changed; `extend` returns what the template writes after them, or a Refusal.
-"""
+Recorded ids are never encoded or changed; `extend` returns what the template writes after them, or a Refusal."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ Injection: TypeAlias = Literal["safe", "engine"]
 @record
 class Case:
     """`outcome`: "proven", "history" (the added ids depend on earlier turns), "refused", "unsupported" (cannot be
-    rendered) or "wrong".
-    """
+    rendered) or "wrong"."""
 
     shape: str
     role: str
@@ -51,8 +49,7 @@ class Case:
 class Proof:
     """`roles`: "proven", "history" (the added ids depend on earlier turns) or "refused"; `why`: the refused shapes.
     `stops`: token strings per kind of turn; `boundary`: the text between a stop and the next turn's content;
-    `rewrites`: the template changes earlier turns once such a message follows.
-    """
+    `rewrites`: the template changes earlier turns once such a message follows."""
 
     roles: Mapping[str, str] = field(default_factory=dict[str, str])
     why: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -85,8 +82,7 @@ UNPROVEN = Proof(images={role: PROVEN for role in SEEN_ROLES})
 @dataclass(kw_only=True, eq=False)
 class Renderer:
     """Built by `load_renderer`. `family`: what the template does not say (parsing, default kwargs); `proof`: what
-    holds.
-    """
+    holds."""
 
     template: Template
     codec: Codec

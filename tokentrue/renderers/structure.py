@@ -24,8 +24,7 @@ class Structure:
     """`assistant`: the token that opens an assistant turn; `word`: the text right after it if other roles share the
     token; `openers`: the tokens that open a turn of any role.
 
-    Qwen3: `<|im_start|>` and "assistant"; GLM: `<|assistant|>` and "".
-    """
+    Qwen3: `<|im_start|>` and "assistant"; GLM: `<|assistant|>` and ""."""
 
     special: frozenset[int]
     openers: frozenset[int]

@@ -1,8 +1,7 @@
 """A chat template compiled in transformers' sandbox, and the inputs that it accepts.
 
 Invariant: for inputs in the shape the template takes, `Template.render` returns the string of
-`apply_chat_template(tokenize=False)`.
-"""
+`apply_chat_template(tokenize=False)`."""
 
 from __future__ import annotations
 
@@ -63,9 +62,7 @@ class Template:
     @cached_property
     def _compiled(self) -> CompiledTemplate:
         """Lazy: with a cached proof, loading does not need the compiled template."""
-        from transformers.utils.chat_template_utils import (
-            _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
-        )
+        from transformers.utils.chat_template_utils import _compile_jinja_template  # pyright: ignore[reportPrivateUsage]
 
         try:
             return _compile_jinja_template(self.source)

@@ -66,7 +66,7 @@ class InFlightTurn:
         finally:
             await self._leave()
 
-    async def events(self) -> AsyncGenerator[list[TurnEvent], None]:
+    async def events(self) -> AsyncGenerator[list[TurnEvent]]:
         """Yields all events since the last read, then raises the turn's error, if it failed."""
         try:
             while self._events or not self._task.done():

@@ -7,8 +7,7 @@
         lock                             held by this process: a later run removes what a killed one left
 
 Nothing is opened by name below `agent` and `score` once a command has run there, except by
-`process.read_reward_file`.
-"""
+`process.read_reward_file`."""
 
 from __future__ import annotations
 

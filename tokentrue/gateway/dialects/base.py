@@ -298,10 +298,7 @@ class FunctionTool(msgspec.Struct):
 
 
 def function_tool(name: str, description: str | None, parameters: JsonObject) -> JsonObject:
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description or "", "parameters": parameters},
-    }
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
 
 
 def named_function(name: JsonValue) -> JsonObject:

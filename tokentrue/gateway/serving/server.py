@@ -211,7 +211,7 @@ class Server(uvicorn.Server):
         self._connecting: set[asyncio.Task[object]] = set()
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
+    def capture_signals(self) -> Generator[None]:
         before = {number: signal.signal(number, self.handle_exit) for number in self._signals}
         try:
             yield
@@ -282,7 +282,7 @@ async def serve_embedded(
     drain_s: float,
     signals: Sequence[signal.Signals] = (),
     receiver: socket.socket | None = None,
-) -> AsyncGenerator[asyncio.Task[None], None]:
+) -> AsyncGenerator[asyncio.Task[None]]:
     server = Server(server_config(gateway, drain_s=drain_s), signals, receiver)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():

@@ -15,8 +15,7 @@ SentinelPlace: TypeAlias = Literal["content", "argument"]
 Join: TypeAlias = Literal["stop", "alias", "foreign", "open"]
 """How the recorded turn ended. "stop": at a token that the template writes there; "alias": at one that it writes only
 if nothing follows (harmony's <|return|>); "foreign": at a stop token that it does not write there; "open": at no stop
-token. The last two get the template's closing.
-"""
+token. The last two get the template's closing."""
 
 
 class ExtendError(Exception):
@@ -47,8 +46,7 @@ class ExtendRequest:
 @record
 class ExtendPlan:
     """Where to cut a render: after `gap`, which follows the sentinel. `closing` is inserted before the template's text
-    there. In `gap` and `template_texts`, `mark_ids` has replaced the turn's call ids.
-    """
+    there. In `gap` and `template_texts`, `mark_ids` has replaced the turn's call ids."""
 
     place: SentinelPlace
     gap: str
@@ -69,8 +67,7 @@ def mark_ids(text: str, last: JsonObject, *, back: bool = False) -> str:
 
 class ContextBuilder:
     """Placeholders: `sentinel` for what was sampled, `own` and `thought` for the texts of a turn. Random per process, so
-    no input can contain them deliberately.
-    """
+    no input can contain them deliberately."""
 
     def __init__(self, inputs: InputFormat) -> None:
         self._inputs = inputs
@@ -80,8 +77,7 @@ class ContextBuilder:
 
     def build_turn(self, request: ExtendRequest, place: SentinelPlace) -> JsonObject:
         """The recorded turn with the sentinel. In "content", the turn has no other text; in "argument", it keeps all of
-        its texts but one.
-        """
+        its texts but one."""
         last = request.last
         calls: list[JsonObject] = [*(last.get("tool_calls") or ())]
         if place == "argument":
@@ -102,8 +98,7 @@ class ContextBuilder:
 
     def mark(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], list[str]]:
         """Replaces each content by a unique word; returns the messages and the words. If a message has only calls, its
-        word is in the last argument.
-        """
+        word is in the last argument."""
         out: list[JsonObject] = []
         words = [f"{self._base}n{index}e" for index in range(len(messages))]
         for message, word in zip(messages, words, strict=True):

@@ -47,8 +47,7 @@ class Extender:
     """`safe`: content cannot become structure, and tool messages get the name of the call they answer; without it an
     engine's template gets messages as the client sent them.
 
-    `max_plans`: cache size; 0 plans every request.
-    """
+    `max_plans`: cache size; 0 plans every request."""
 
     def __init__(
         self,
@@ -88,11 +87,7 @@ class Extender:
         texts = list_texts(plan, request)
         added = self.encode(tail, request.mark, images, texts, request.new, after=plan.literal)
         return Extension(
-            prefix_ids=prefix_ids,
-            added_ids=added.token_ids,
-            spans=added.spans,
-            images=added.images,
-            join=plan.join,
+            prefix_ids=prefix_ids, added_ids=added.token_ids, spans=added.spans, images=added.images, join=plan.join
         )
 
     def encode(
@@ -154,8 +149,7 @@ class Extender:
 
     def _plan(self, request: ExtendRequest) -> tuple[ExtendPlan, ExtendRequest]:
         """The plan, and the request that it was made on: the whole one, unless the template raises on an earlier message,
-        for example on malformed arguments of a call.
-        """
+        for example on malformed arguments of a call."""
         whole = replace(request, is_whole=True)
         try:
             return self.splicer.plan(whole), whole
@@ -233,8 +227,7 @@ def describe_shape(message: JsonObject) -> Hashable:
 
 def make_key(value: JsonValue) -> bytes:
     """Short exact key for a request's tools or system message; empty if there is none. `True` and `1`, or different key
-    orders, differ.
-    """
+    orders, differ."""
     if value is None:
         return b""
     try:

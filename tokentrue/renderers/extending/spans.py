@@ -2,8 +2,7 @@
 content.
 
 Spans cover all tokens. A token of both structure and content counts as content. If the positions cannot be determined,
-everything is structure.
-"""
+everything is structure."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ cuts at the recorded stop id.
 
 It never guesses. A first render has marked words in place of the new contents: it must have the sentinel once; each mark
 once, in order and after it; the recorded stop once between sentinel and first mark. `ExtendPlan` stores the template's
-texts of that render; a plan is used for a request if its render has the same ones.
-"""
+texts of that render; a plan is used for a request if its render has the same ones."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ class Boundary(NamedTuple):
 
 class MarkedRender(NamedTuple):
     """`region` lies between the sentinel and the first new content, `rest` after that. `render_alone` returns what
-    follows the sentinel if nothing follows the turn.
-    """
+    follows the sentinel if nothing follows the turn."""
 
     region: str
     rest: str

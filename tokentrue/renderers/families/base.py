@@ -1,8 +1,7 @@
 """The `Family` record (only what a chat template does not say), and formats of reasoning and calls that families share.
 
 A call format has two fields: `tool_calls` and, if that captures a name, `broken_calls`: the same block with any other
-body, so that a failed attempt is recognised as one.
-"""
+body, so that a failed attempt is recognised as one."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ PLAIN: JsonMapping = {"start_anchor_pattern": r"\A(?!)", "fields": {"content": {
 class CallForm:
     """How the model writes a call: `opening`, `begin` with the tool's name for NAME (`"NAME"`: as a JSON string), the
     arguments in JSON, `end`. Only ordinary tokens, or added ones that are not special: engines exclude special tokens
-    from grammars.
-    """
+    from grammars."""
 
     opening: str
     begin: str
@@ -34,8 +32,7 @@ class Family:
     """`response_template`: a schema of `transformers.utils.chat_parsing`; `template_kwargs`: defaults for kwargs that
     the caller omits.
 
-    `call_ids`: "openai" (`call_` and hex), or "short" if the template requires nine letters and digits (Mistral).
-    """
+    `call_ids`: "openai" (`call_` and hex), or "short" if the template requires nine letters and digits (Mistral)."""
 
     name: str
     response_template: JsonMapping | None = None
@@ -68,8 +65,7 @@ _KEEPING = {
 def keep_reasoning(clues: Clues) -> JsonObject:
     """Returns the template's switches against dropping earlier reasoning, set to keep it.
 
-    A template shows that it has such a switch, not which setting a recorded history needs.
-    """
+    A template shows that it has such a switch, not which setting a recorded history needs."""
     return {name: value for name, value in _KEEPING.items() if name in clues.template}
 
 
@@ -91,7 +87,7 @@ HERMES: Fields = {
         "content": "json",
         "repeats": True,
         "transform": INSIDE,
-    },
+    }
 }
 """`<tool_call>⏎{"name": …, "arguments": {…}}⏎</tool_call>`"""
 
@@ -132,8 +128,7 @@ def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> F
     one block.
 
     `tag` precedes each tag's word (DeepSeek's `｜DSML｜`); `attribute` is a pattern for further attributes of a
-    parameter.
-    """
+    parameter."""
     opens, closes = f"<{tag}{block}>", f"</{tag}{block}>"
     return {
         "tool_calls": {

@@ -2,8 +2,7 @@
 
 The shipped template differs from openai-harmony, the models' library: it quotes tool results, writes text beside a call
 as reasoning, writes only the first of several calls, and drops later system messages. `correct_template` fixes that and
-lets `conversation_start_date` set the date.
-"""
+lets `conversation_start_date` set the date."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 JSON formats pass on the model's text; untyped formats emit each parameter when it is complete, because its value needs
 its type. The last brace is held back until the whole call has been read, so the arguments of an aborted call are never
-valid JSON. Bodies that a reader does not know go to `read_whole`, which uses transformers' content parsers.
-"""
+valid JSON. Bodies that a reader does not know go to `read_whole`, which uses transformers' content parsers."""
 
 from __future__ import annotations
 
@@ -124,8 +123,7 @@ class CallFailure:
 @record
 class JsonCallFormat:
     """Keys of a JSON call's name and arguments in the body; None: captured by the marker, or the whole body. `head`
-    matches the body before the arguments if it has only texts.
-    """
+    matches the body before the arguments if it has only texts."""
 
     name: str | None = None
     arguments: str | None = None
@@ -170,8 +168,7 @@ def _read_placeholder(text: object) -> tuple[str | None, str | None]:
 
 class CallReader(Protocol):
     """`feed` returns the argument text that may be shown now; `name` and `call_id` are known by then. `end` gets the
-    whole body and returns None if it is not in this format.
-    """
+    whole body and returns None if it is not in this format."""
 
     name: str
     call_id: str

@@ -1,6 +1,5 @@
 """Parsing data of one renderer: a compiled response template (`transformers.utils.chat_parsing`: declarative fields
-with open and close markers) and the tokens of its markers.
-"""
+with open and close markers) and the tokens of its markers."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from tokentrue.types import Ids
 @record
 class MarkerSet:
     """The added tokens that a response template names: a pattern for whole look-alikes of them in ordinary text, and
-    their proper prefixes. A marker of one character has no look-alike that could be told from it.
-    """
+    their proper prefixes. A marker of one character has no look-alike that could be told from it."""
 
     ids: frozenset[int]
     whole: re.Pattern[str]

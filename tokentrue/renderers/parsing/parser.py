@@ -3,8 +3,7 @@
 The message does not depend on the chunks; the deltas add up to it; `raw` is every byte the model wrote. A call that
 cannot be parsed reaches the client as text and is recorded as an attempt. With `early`, a stream shows calls while the
 model writes them: an aborted call keeps the arguments that were shown, which are not valid JSON. Bytes that are not
-UTF-8 are lone surrogates in `raw` (`errors="surrogateescape"`) and `�` in the message.
-"""
+UTF-8 are lone surrogates in `raw` (`errors="surrogateescape"`) and `�` in the message."""
 
 from __future__ import annotations
 
@@ -24,14 +23,7 @@ from tokentrue.renderers.parsing.calls import (
     start_call,
 )
 from tokentrue.renderers.parsing.grammar import BROKEN, CALLS, TEXT_FIELDS, Grammar, TextLayout
-from tokentrue.renderers.parsing.scanner import (
-    RegionOpened,
-    RegionScanner,
-    RegionText,
-    ScanEvent,
-    Settled,
-    TokenSource,
-)
+from tokentrue.renderers.parsing.scanner import RegionOpened, RegionScanner, RegionText, ScanEvent, Settled, TokenSource
 from tokentrue.types import Attempt, Delta, Ended, Ids, Parsed, Status, Tools
 
 _SPACE = " \t\r\n"
@@ -44,8 +36,7 @@ class TextField:
     """One text field of the message. Whitespace at its ends is structure and dropped; inner whitespace is kept, and
     held until more text follows.
 
-    With `layout.join`, each segment is trimmed and the segments are joined by that string.
-    """
+    With `layout.join`, each segment is trimmed and the segments are joined by that string."""
 
     layout: TextLayout
     parts: list[str] = field(default_factory=list[str])
@@ -75,8 +66,7 @@ class TextField:
 
 class MessageBuilder:
     """The client's message, and every call that the model tried to write. `early`: shows calls while they are
-    written.
-    """
+    written."""
 
     def __init__(self, grammar: Grammar, tools: Tools | None, *, prompt_ids: Ids, early: bool) -> None:
         self._grammar = grammar
@@ -144,8 +134,7 @@ class MessageBuilder:
     def close_region(self, field: str, *, closed: bool, raw: str, span: tuple[int, int]) -> list[Delta]:
         """Ends the open region; `closed`: by its own marker. `raw` is its text with markers, `span` the tokens of that.
 
-        A region that is not a call becomes text, unless it was already shown as a call.
-        """
+        A region that is not a call becomes text, unless it was already shown as a call."""
         if field not in (CALLS, BROKEN):
             self._extra[field] = "".join(self._body)
             return []

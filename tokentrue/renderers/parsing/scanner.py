@@ -1,8 +1,7 @@
 """Splits sampled ids into the regions of a response template, incrementally.
 
 Half a character, a possible look-alike of a marker and a partial match of a delimiter are held back until more text
-decides. A region that is not a readable call is no error here: its body is passed on unchanged.
-"""
+decides. A region that is not a readable call is no error here: its body is passed on unchanged."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ BREAK = "\ufdd0"  # a Unicode noncharacter, which no pattern names
 
 class Settled(NamedTuple):
     """Text that later tokens cannot change. `safe` is what patterns search: the same text, but a look-alike of a marker
-    in ordinary tokens has BREAK for its second character.
-    """
+    in ordinary tokens has BREAK for its second character."""
 
     text: str
     safe: str
@@ -115,8 +113,7 @@ class RegionText(NamedTuple):
 class RegionEnded(NamedTuple):
     """`[start, end)` are characters of the sampled text: with the markers, or only the body if the region is text.
 
-    `closed`: by its own marker, or by the end of the turn if the region may run to it.
-    """
+    `closed`: by its own marker, or by the end of the turn if the region may run to it."""
 
     field: str
     start: int
@@ -129,8 +126,7 @@ ScanEvent: TypeAlias = RegionOpened | RegionText | RegionEnded
 
 class RegionScanner:
     """`prefix` is the part of this turn in the prompt (an opened `<think>`). It emits no events except those of a call
-    that it leaves open. Offsets in events count characters of the text that was fed.
-    """
+    that it leaves open. Offsets in events count characters of the text that was fed."""
 
     def __init__(self, grammar: Grammar, *, prefix: Settled) -> None:
         self._grammar = grammar
@@ -217,8 +213,7 @@ class RegionScanner:
 
     def _can_grow(self, delimiter: Delimiter, start: int) -> bool:
         """True if more text may extend the match at `start`: the text after it may belong to an optional end
-        (`</invoke>`, a line break, and perhaps the block's `</tool_calls>`).
-        """
+        (`</invoke>`, a line break, and perhaps the block's `</tool_calls>`)."""
         return not delimiter.is_final and delimiter.pattern.fullmatch(self._safe, start, partial=True) is not None
 
     def _emit(self, end: int) -> None:

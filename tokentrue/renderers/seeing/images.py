@@ -27,8 +27,7 @@ PROVEN = "proven"
 @record
 class ImageInputs:
     """What a renderer does with images. `vision`: the model's family, or why it has none; `roles`: for each role
-    "proven" or why its images are refused.
-    """
+    "proven" or why its images are refused."""
 
     vision: Vision | str
     roles: Mapping[str, str]

@@ -1,8 +1,7 @@
 """Proves by trial where a template writes images, for each role: rendered whole, and appended to a recorded turn.
 
 The truth is the template's text of the whole conversation, with each placeholder replaced in the text by all that the
-processor writes, encoded at once.
-"""
+processor writes, encoded at once."""
 
 from __future__ import annotations
 

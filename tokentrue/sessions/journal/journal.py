@@ -191,11 +191,7 @@ class Journal:
         return self.submit(write)
 
     async def append_nodes(
-        self,
-        session_id: str,
-        rows: Sequence[Row],
-        claim: SessionClaim | None = None,
-        images: Sequence[ImageFile] = (),
+        self, session_id: str, rows: Sequence[Row], claim: SessionClaim | None = None, images: Sequence[ImageFile] = ()
     ) -> None:
         """All rows and the images that they are the first to refer to, or nothing. Requires an open session, an
         existing parent and an unused `seq`."""

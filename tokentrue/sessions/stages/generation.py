@@ -110,7 +110,7 @@ class Choice:
             sampling = ban_tokens(sampling, self._placeholders)
         stream = provider.stream(self._prompt_ids, sampling, session=session_id, whole=feed is None, **self._images)
         try:
-            async with aclosing(cast("AsyncGenerator[Chunk, None]", stream)) as chunks:
+            async with aclosing(cast("AsyncGenerator[Chunk]", stream)) as chunks:
                 async for chunk in chunks:
                     final = chunk.final or final
                     if chunk.token_ids:
