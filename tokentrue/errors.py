@@ -45,8 +45,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class TokenTrueError(Exception):
-    """Root of every exception that tokentrue raises deliberately. `code` is stable and machine-readable, `status` the
-    gateway's HTTP status."""
+    """Root of every exception that tokentrue raises deliberately. `code` is stable, `status` the gateway's HTTP status."""
 
     code = "error"
     status = 500
@@ -135,8 +134,7 @@ class KeyConflict(SessionConflict):
 
 
 class LimitExceeded(SessionError):
-    """A size, count or age. With `retry_after_s` the limit is on work in flight, and the same request may succeed
-    later."""
+    """With `retry_after_s` the limit is on work in flight, and the same request may succeed later."""
 
     code = "limit_exceeded"
     status = 413
@@ -171,8 +169,7 @@ class EngineRejected(EngineError):
 
 
 class PromptTooLong(EngineRejected):
-    """The code is OpenAI's and "prompt is too long" is Anthropic's: agents look for them and shorten the
-    conversation."""
+    """OpenAI's code and Anthropic's "prompt is too long": agents look for them and shorten the conversation."""
 
     code = "context_length_exceeded"
     status = 400

@@ -1,4 +1,4 @@
-"""Locates and loads a model's files: a directory, the name of the model that ships with the package, or a hub id."""
+"""Locates and loads a model: a directory, the name of the one that ships with the package, or a hub id."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
 
 
 def check_model(model: str | Path) -> None:
-    """Raises if `model` is neither a hub id nor a directory with a tokenizer. Loads nothing."""
+    """Raises if `model` is neither a hub id nor a directory with a tokenizer."""
     if folder := find_directory(model):
         require_tokenizer(model, folder)
 
@@ -36,8 +36,7 @@ def require_tokenizer(model: str | Path, folder: Path) -> None:
 
 
 def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
-    """Loads to host memory, with the vision tower where transformers has no decoder without it. `options` are those
-    of transformers."""
+    """To host memory, with the vision tower where transformers has no decoder without it."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = type(load_config(model))
@@ -106,7 +105,7 @@ def find_directory(model: str | Path) -> Path | None:
 
 
 def _download(model: str, reason: str | None, **options: Any) -> str:
-    """`reason` says why the hub is unreachable; None if it is reachable."""
+    """`reason`: why the hub is unreachable."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -1,8 +1,6 @@
-"""Rollouts as samples: the settings and files of `tokentrue rollout`, the rounds of a training run, evaluation on fixed
-tasks.
-
-The files are `samples.jsonl` and `rollouts.jsonl`, one line per rollout: whole groups only, so that missing ones can be
-run later. A group is done when each of its rollouts has a line; its samples are written first."""
+"""The settings and files of `tokentrue rollout`, the rounds of a training run, evaluation on fixed tasks.
+`samples.jsonl` and `rollouts.jsonl` (a line per rollout) hold whole groups only, so that missing ones can be run later;
+a group's samples are written first."""
 
 from __future__ import annotations
 
@@ -202,7 +200,7 @@ class Share:
 
 
 class RoundImages:
-    """Of rounds that are not trained on yet, in a folder for each round that every rank reads."""
+    """Of rounds that are not trained on yet, in a folder for each round."""
 
     def __init__(self, out: Path) -> None:
         self._out = out / "rounds"
@@ -217,8 +215,8 @@ class RoundImages:
 
 
 class RolloutRounds:
-    """Round j draws tasks and seeds only from the run's seed and j, so a resumed run samples the same rounds. With
-    several ranks each runs whole groups of its `share`."""
+    """Round j draws tasks and seeds only from the run's seed and j, so a resumed run samples the same rounds. Each rank
+    runs whole groups."""
 
     def __init__(
         self,
@@ -283,7 +281,7 @@ class RolloutRounds:
 
 
 def has_spread(group: Sequence[Rollout]) -> bool:
-    """Without it, a group baseline makes every advantage 0."""
+    """Without it, every advantage is 0."""
     return len({rollout.reward for rollout in group if rollout.samples}) > 1
 
 

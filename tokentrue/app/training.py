@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 @record
 class LossSpec:
-    """`options` override fields of the `LossConfig` named. `correction` names a preset, or is a table of `Correction`
-    fields that override the loss's correction or the one named by `preset`."""
+    """`options` override fields of the `LossConfig` named. `correction`: a preset, or a table of `Correction` fields
+    that override those of the loss or of its `preset`."""
 
     name: str = "dapo"
     options: JsonMapping = field(default_factory=JsonObject)
@@ -45,8 +45,6 @@ class LossSpec:
 
 @record
 class TrainRun:
-    """`samples` trains from a file; without it rounds are sampled live by the `rollout` section."""
-
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -184,7 +182,7 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
 
 
 def store_for(settings: TrainRun, made_from: JsonMapping) -> tuple[Store, int]:
-    """The checkpoint store, and the step to resume at."""
+    """Also the step to resume at."""
     from tokentrue.train.checkpoint import Store, file_digest, latest, read_state
 
     store = Store(
@@ -200,8 +198,7 @@ def store_for(settings: TrainRun, made_from: JsonMapping) -> tuple[Store, int]:
 
 
 class SampleFile:
-    """A file's groups, in the order of their first sample. Samples without a reward are dropped, and `notes` counts
-    them."""
+    """A file's groups, in the order of their first sample, without samples that have no reward (`notes` counts them)."""
 
     def __init__(self, path: Path, settings: TrainRun, *, trust: bool) -> None:
         samples = read_sound_samples(path, trust=trust)
@@ -231,7 +228,7 @@ class SampleFile:
 async def source_for(
     settings: TrainRun, ranks: Ranks, file: SampleFile | None
 ) -> AsyncGenerator[tuple[Rounds, Publisher, Evaluator | None]]:
-    """With embedded engines every rank has a gateway and an engine; otherwise only rank 0 reads the file or calls the
+    """With embedded engines every rank has a gateway and an engine; otherwise rank 0 alone reads the file or calls
     servers."""
     from tokentrue.train import Publisher, SourceRounds
     from tokentrue.train.loop import NoRounds
@@ -255,7 +252,6 @@ async def source_for(
 
 
 def engine_for(settings: TrainRun) -> EngineConfig:
-    """Embedded on the trainer's device, or remote, with a shared folder for weights."""
     options = dict(settings.engine.options)
     if settings.engine.name == "exact":
         options = {"device": settings.device, "dtype": settings.dtype, **options}

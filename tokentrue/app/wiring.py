@@ -50,8 +50,8 @@ PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 �
 
 @record
 class ModelConfig:
-    """`path` is a directory or a hub id, or the output of a training run, whose newest checkpoint it then means; `name`
-    is what clients see."""
+    """`path`: a directory, a hub id, or the output of a training run (its newest checkpoint); `name` is what clients
+    see."""
 
     path: str | None = None
     name: str | None = None
@@ -173,7 +173,7 @@ def check_engine_settings(config: EngineConfig) -> None:
 def check_gateway(
     checks: Checks, model: ModelConfig, engine: EngineConfig, store: str | None, *, reach: bool = True
 ) -> None:
-    """Checks what a gateway starts with, before loading it. `reach=False` if it runs on another machine."""
+    """`reach=False` if the gateway runs on another machine."""
     from tokentrue.sessions.journal import check_store
 
     path = model.path or SMALL_MODEL
@@ -249,8 +249,7 @@ def gateway_for(
     render_deadline: AbstractContextManager[object] | None = None,
     lock: bool = True,
 ) -> Gateway:
-    """Templates render within `render_deadline`. `admin_state` outlives this process. `lock=False` if the parent
-    process holds the store's lock."""
+    """`admin_state` outlives this process. `lock=False` if the parent process holds the store's lock."""
     from tokentrue.gateway.app import Gateway
     from tokentrue.sessions.journal import open_journal
 
@@ -297,8 +296,8 @@ def gateway_for(
 
 
 async def identify_model(config: ServeConfig) -> ServeConfig:
-    """Checks that every replica of a remote engine has the tokenizer that we use, if it offers tokenisation. Without
-    `--model` the engine's model must be a local directory."""
+    """Checks that every replica of a remote engine has our tokenizer, if it offers tokenisation. Without `--model` the
+    engine's model must be a local directory."""
     if not is_remote(config.engine):
         return config
     names, tokenised = await ask_engines(config.engine)
@@ -317,7 +316,7 @@ async def identify_model(config: ServeConfig) -> ServeConfig:
 
 
 async def ask_engines(engine: EngineConfig) -> tuple[set[str], dict[str, TokenIds]]:
-    """The models that the replicas serve, and by URL the ids of `PROBE`, where a server has such a route."""
+    """The models that the replicas serve, and the ids of `PROBE` by URL, of servers that tokenise."""
     names: set[str] = set()
     tokenised: dict[str, TokenIds] = {}
     for url in engine.urls:

@@ -1,4 +1,4 @@
-"""tokentrue demo: gateway → agent over HTTP, streaming → samples → GRPO steps → report, on one machine."""
+"""tokentrue demo: gateway → agent over HTTP → samples → GRPO steps → report, on one machine."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ LEFT_BEHIND = (STORE, f"{STORE}-wal", f"{STORE}-shm", "metrics.jsonl", "samples.
 
 @record
 class DemoResult:
-    """`ok`: reward up (if judged), every token covered, no bit different."""
-
     steps: int
     seed: int
     tasks: int

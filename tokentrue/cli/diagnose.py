@@ -1,5 +1,4 @@
-"""tokentrue diagnose SAMPLES: how far and where rollout and trainer log-probabilities differ; what a correction
-does."""
+"""tokentrue diagnose SAMPLES: how far and where rollout and trainer log-probabilities differ."""
 
 from __future__ import annotations
 
@@ -75,8 +74,8 @@ Scored: TypeAlias = "tuple[TrainerLogprobs, list[int] | None]"
 
 @record
 class ComparedSample:
-    """One sample, and of each trained token with numbers of both sides: the numbers, its kind, and whether the argmax
-    flips (None if unknown)."""
+    """Of each trained token with numbers of both sides: the numbers, its kind, and whether the argmax flips (None if
+    unknown)."""
 
     sample: Sample
     scores: TrainerLogprobs
@@ -199,7 +198,7 @@ def command(
 
 
 def read_sealed(path: Path, policy_version: int | None) -> list[Sample]:
-    """One that is sealed must be as it was sealed: its session may be incomplete."""
+    """A sealed sample must be as it was sealed: its session may be incomplete."""
     from tokentrue.samples import audit
     from tokentrue.samples.files import read_all
 
@@ -279,8 +278,7 @@ def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None)
 
 
 def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable[[Sequence[Sample]], list[Scored]]:
-    """Log-probabilities as `tokentrue train` computes them: at the turn's temperature, over the ids that its filters
-    kept."""
+    """As `tokentrue train` computes them: at the turn's temperature, over the ids that its filters kept."""
     import torch
 
     from tokentrue.hub import load_causal_model
@@ -372,7 +370,7 @@ def diagnose_rows(
 
 
 def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: set[int]) -> tuple[str, bool]:
-    """The verdict, and whether it is an alarm. `versions`: those that one trainer's model was compared with."""
+    """`versions`: those that one trainer's model was compared with."""
     tokens, k3, most = int(whole["tokens"]), whole["corr/k3"], max(whole["delta/max"], -whole["delta/min"])
     alarm = most != 0.0 and k3 > max_k3
     text = f"exact: all {tokens:,} log-probabilities are equal"
@@ -394,7 +392,7 @@ def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: 
 
 
 def sort_by_worst(samples: Sequence[Sample], whole: Diagnosis, compared: Mapping[str, object]) -> list[Sample]:
-    """All samples, for the groups' baselines. A session's stay together and in order: its reward is its first one's."""
+    """All samples, for the groups' baselines. A session's stay together: its reward is its first one's."""
     worst = {row.row: number for number, row in enumerate(whole.worst)}
     rank: dict[str, int] = {}
     for sample in samples:

@@ -1,4 +1,4 @@
-"""tokentrue samples STORE_OR_URL -o OUT: exports training samples from a journal or from a running gateway."""
+"""tokentrue samples STORE_OR_URL -o OUT: exports training samples."""
 
 from __future__ import annotations
 

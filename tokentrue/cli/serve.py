@@ -1,4 +1,4 @@
-"""tokentrue serve: runs the gateway until a signal ends it."""
+"""tokentrue serve: the gateway, until a signal ends it."""
 
 from __future__ import annotations
 

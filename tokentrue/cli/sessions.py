@@ -1,4 +1,4 @@
-"""tokentrue sessions STORE_OR_URL [list | show ID | delete ID]: the sessions of a journal or of a running gateway."""
+"""tokentrue sessions STORE_OR_URL [list | show ID | delete ID]."""
 
 from __future__ import annotations
 
@@ -100,8 +100,7 @@ def session_ids(opened: Client | JournalSource, group: str | None = None) -> Ite
 
 
 class JournalSource:
-    """A store with the methods of `Client`. Refuses to delete while a server uses the file, or a gateway on PostgreSQL
-    owns the session."""
+    """A store with the methods of `Client`. Refuses to delete while a server has the session."""
 
     def __init__(self, store: str) -> None:
         self._store = require_store(store)

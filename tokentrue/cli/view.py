@@ -1,4 +1,4 @@
-"""tokentrue view: the viewer in a browser, over a gateway, a store or a samples file; or the same page as one file."""
+"""tokentrue view: the viewer in a browser, over a gateway, a store or a samples file; or as one file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""tokentrue rollout --ray: gateways with their engines, and rollout workers, as actors.
-
-A rollout belongs to the gateway that its key hashes to, which restores its sessions from its journal when restarted; with
-`nodes` they share one PostgreSQL record, and any gateway resumes the sessions of one that died. A `RolloutActor` restarts
-a lost rollout in the same session and gets the recorded replies."""
+"""tokentrue rollout --ray: gateways with their engines, and rollout workers, as actors. A rollout belongs to the
+gateway that its key hashes to, which restores its sessions from its journal when restarted; with `nodes` they share one
+PostgreSQL record, and any gateway resumes the sessions of one that died. A `RolloutActor` restarts a lost rollout in
+the same session and gets the recorded replies."""
 
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ async def play_through(
     config: RolloutConfig,
     admin_key: str,
 ) -> Rollout:
-    """Runs one rollout; restarts it in its session while the gateway is absent, for up to `PATIENCE_S`."""
+    """Restarts the rollout in its session while the gateway is absent, for up to `PATIENCE_S`."""
     began, end = time.perf_counter(), math.inf
     while True:
         try:
@@ -136,7 +135,7 @@ def is_conflict_or_absence(error: Exception) -> bool:
 
 
 def is_absence(trouble: BaseException) -> bool:
-    """True if a gateway or its actor was unreachable; False for a refusal or a failed agent."""
+    """False for a refusal or a failed agent."""
     import httpx
     import openai
 
@@ -225,7 +224,7 @@ async def play_all(fleet: Fleet, plans: Sequence[Plan], on_rollout: Callable[[Ro
 
 @contextlib.contextmanager
 def attach(address: str) -> Generator[Any]:
-    """This process's Ray, or a connection to `address` for the block; `local` starts one here."""
+    """This process's Ray, or a connection to `address` for the block."""
     ray = import_ray()
     mine = not ray.is_initialized()
     if mine:
@@ -245,7 +244,7 @@ def attach(address: str) -> Generator[Any]:
 
 
 def require_listener(address: str) -> None:
-    """Fails fast: Ray itself retries a wrong address for minutes."""
+    """Ray itself retries a wrong address for minutes."""
     found = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address)
     if found is None:
         return

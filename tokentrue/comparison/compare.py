@@ -134,7 +134,7 @@ def _opens_assistant(ids: Ids, place: int, renderer: Reader) -> bool:
 
 
 def _pairs(expected: list[_Segment], actual: list[_Segment], expected_ids: Ids, actual_ids: Ids) -> list[Pair]:
-    """Segments side by side. First by their exact ids, then, inside what differs, by kind alone."""
+    """First by their exact ids, then, inside what differs, by kind alone."""
 
     def keys(segments: list[_Segment], ids: Ids) -> list[tuple[int, ...]]:
         return [(s.key, *(ids[s.start : s.end] if s.key < 0 else ())) for s in segments]

@@ -1,5 +1,5 @@
-"""A request's messages, parsed once. An agent sends its whole conversation with every turn: leading messages with
-the same bytes (`sources`) as a cached conversation are shared."""
+"""A request's messages, parsed once. An agent sends its whole conversation with every turn: leading messages with the
+same bytes (`sources`) as a cached conversation are shared."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ConversationMessage:
         self.size = _MESSAGE_BYTES + 2 * len(text) + sum(len(image.data) for image in self.images)
 
     def repeats(self, recorded: Message) -> bool:
-        """True if this is exactly `recorded`, call ids aside: the key covers which call a result answers."""
+        """Call ids aside: the key covers which call a result answers."""
         return dumps(_comparable(recorded)) == dumps(_comparable(self.message))
 
 
@@ -69,10 +69,10 @@ def _comparable(value: JsonMapping) -> JsonObject:
 
 @record(eq=False)
 class Conversation(Sequence[Message]):
-    """`facts`: what was read of each message. `keys`: the chained loose key after each message. `sources`: the bytes of
-    the messages, in the items of dialect `format`; `ends[i]` counts the messages of the first i + 1 sources. `ends[i]`
-    is None where an assistant turn is still open after item i (`Dialect.splits_turns`), and from the first unsettled
-    item on (`Dialect.is_settled`): no prefix that ends there is shared with later requests."""
+    """`keys`: the chained loose key after each message. `sources`: the bytes of the messages, in the items of dialect
+    `format`; `ends[i]` counts the messages of the first i + 1 sources. It is None where an assistant turn is still open
+    after item i (`Dialect.splits_turns`), and from the first unsettled item on (`Dialect.is_settled`): no prefix that
+    ends there is shared."""
 
     facts: Sequence[ConversationMessage] = ()
     keys: Sequence[bytes] = ()
@@ -150,7 +150,7 @@ class Conversation(Sequence[Message]):
         return tools.append([*first, *self.facts[length:]])
 
     def count_shared(self, sources: Sequence[Raw]) -> int:
-        """Number of equal leading sources, up to the end of a turn."""
+        """Up to the end of a turn."""
         shared = count_equal(self.sources, sources)
         while shared and self.ends[shared - 1] is None:
             shared -= 1
@@ -190,8 +190,6 @@ class ParsedConversation:
 
 
 class ByteBudget:
-    """Of all sessions of this process."""
-
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
@@ -209,7 +207,7 @@ class Conversations:
         self.used = 0
 
     def read(self, messages: Messages, tools: Tools | None) -> Conversation:
-        """For callers in this process. Notices messages changed in place."""
+        """Notices messages changed in place."""
         return messages if isinstance(messages, Conversation) else self.add(self.parse(messages, tools))
 
     def parse(self, messages: Messages, tools: Tools | None) -> ParsedConversation:
@@ -233,12 +231,11 @@ class Conversations:
         return best.cut(most)
 
     def read_images(self, parsed: ParsedConversation) -> ReadImages:
-        """Blocks. May run in another thread."""
         base = parsed.base
         return self._images.read(parsed.messages, first=len(base), before=base.num_images)
 
     def add(self, parsed: ParsedConversation, images: ReadImages | None = None) -> Conversation:
-        """Caches the result: the messages must not be modified any more."""
+        """The messages must not be modified any more."""
         base, read = parsed.base, images or self.read_images(parsed)
         facts = [
             ConversationMessage(message, f"messages[{at}]", read.files)

@@ -1,7 +1,6 @@
-"""The environment protocol, its registry by name, and the configuration of rollouts.
-
-An environment lists tasks and runs one with an OpenAI client, or an object with the same `chat.completions.create`. It
-never sees tokens, sessions or the trainer, and sets no sampling values: the session pins them."""
+"""The environment protocol, its registry, and the configuration of rollouts. An environment lists tasks and runs one
+with an OpenAI client, or an object with the same `chat.completions.create`. It never sees tokens, sessions or the
+trainer, and sets no sampling values: the session pins them."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ def load_environment(name: str, options: JsonMapping | None = None) -> Environme
 
 @record
 class RolloutConfig:
-    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned on every session and override the
-    agent's."""
+    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned: they override the agent's."""
 
     environment: str = "calculator"
     options: JsonMapping = field(default_factory=JsonObject)

@@ -1,5 +1,5 @@
-"""Runs groups of rollouts: n per task, with bounded concurrency and a time limit each. Every planned rollout ends in
-exactly one `Rollout`, and what it samples does not depend on what runs beside it."""
+"""Runs groups of rollouts with bounded concurrency and a time limit each. Every planned rollout ends in exactly one
+`Rollout`, and what it samples does not depend on what runs beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokentrue.records import record
 
 @record
 class Plan:
-    """One rollout to run. `key` is unique in a run and names its session, so that a resumed run knows what is done."""
+    """`key` is unique in a run and names the session, so that a resumed run knows what is done."""
 
     key: str
     group: str
@@ -32,7 +32,7 @@ class Plan:
 
 @record
 class Rollout:
-    """`error` says how it failed and `trace` holds the traceback. `note` is the environment's."""
+    """`error` says how it failed, `trace` is the traceback. `note` is the environment's."""
 
     plan: Plan
     session_id: str
@@ -103,8 +103,8 @@ async def run_one(
     timeout_s: float,
     is_raised: Callable[[Exception], bool] = lambda _: False,
 ) -> Rollout:
-    """Whatever an agent raises, SystemExit and CancelledError of its own tasks included, fails only this rollout. Its
-    own cancellation, and errors that satisfy `is_raised`, propagate."""
+    """Whatever an agent raises, SystemExit and CancelledError of its own tasks included, fails only this rollout. The
+    rollout's own cancellation, and errors that satisfy `is_raised`, propagate."""
     began = time.perf_counter()
     session_id = ""
     task, limit = cast("asyncio.Task[object]", asyncio.current_task()), asyncio.timeout(timeout_s)

@@ -66,8 +66,7 @@ class GiveReward(AdminBody):
 
 
 class Pause(AdminBody):
-    """`drain`: reply when nothing is in flight, or after `timeout_s`. `abort`: interrupt what is sampled; it
-    continues after resume."""
+    """`drain`: reply when nothing is in flight, or after `timeout_s`. `abort`: interrupt what is sampled, until resume."""
 
     drain: bool = False
     abort: bool = False

@@ -1,5 +1,4 @@
-"""Admission control: the limit on generations in flight, the queue before it, fair to sessions, and the pause while
-weights change."""
+"""Admission control: generations in flight, a queue that is fair to sessions, and the pause while weights change."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class AdmissionGate:
 
     @asynccontextmanager
     async def admit(self, session_id: str) -> AsyncGenerator[None]:
-        """Holds one slot for the block; call it after `wait_for_resume`."""
+        """Call it after `wait_for_resume`."""
         if self.in_flight < self._limits.in_flight and not self._queue and not self.closing:
             self._begin()
         else:

@@ -139,8 +139,8 @@ def view_routes(keys: ApiKeys, load: LoadPage) -> list[BaseRoute]:
 
 
 class AdminPage:
-    """A read-only web page, built on first request. Browsers send no bearer token: this path accepts HTTP Basic,
-    too. They repeat a password by themselves, so nothing here may change state."""
+    """A read-only page. Browsers send no bearer token: this path accepts HTTP Basic, too. They repeat a password by
+    themselves, so nothing here may change state."""
 
     def __init__(self, keys: ApiKeys, load: LoadPage) -> None:
         self._keys, self._load = keys, load

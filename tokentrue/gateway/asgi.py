@@ -51,7 +51,7 @@ class ClientGone(Exception):
 
 
 class WatchedSend:
-    """Records the status of the reply; 0 before that."""
+    """`status`: of the reply; 0 before that."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -131,7 +131,7 @@ async def answer_errors(
     dialect: type[Dialect],
     errors: Any,
 ) -> None:
-    """Turns exceptions into a reply in the dialect, or into the last event of a started stream."""
+    """As a reply in the dialect, or as the last event of a started stream."""
     try:
         await app(scope, receive, send)
         return
@@ -207,7 +207,7 @@ class EventStream:
 
 @contextmanager
 def cancel_on_disconnect(receive: Receive) -> Generator[None]:
-    """Raises `ClientGone` in the block when the client disconnects. The body must have been read before."""
+    """Raises `ClientGone` in the block. The body must have been read before."""
     work = asyncio.current_task()
     assert work is not None
     disconnected = False

@@ -1,5 +1,4 @@
-"""API keys. A session key contains the session's id, so that any worker finds its owner, and a secret whose hash is
-stored."""
+"""A session's API key contains its id, so that any worker finds its owner, and a secret whose hash is stored."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def hash_key(key: str) -> str:
 
 @record
 class SessionAccess:
-    """The session that a request names, and the hash that its key must match; None for the admin key."""
+    """`key_hash`: what the presented key must match; None for the admin key."""
 
     session_id: str
     key_hash: str | None
@@ -81,8 +80,8 @@ class ApiKeys:
         return hmac.compare_digest(presented.encode(), self._admin)
 
     def authenticate(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
-        """The session is `named` in the path, or in the key, or, with the admin key, in a header. `in_url` is a key
-        from the query (Google)."""
+        """The session is `named` in the path, or in the key, or, with the admin key, in a header. `in_url`: a key from
+        the query (Google)."""
         presented = read_key(headers) or in_url
         if presented is None:
             raise HttpError(

@@ -1,4 +1,4 @@
-"""The gateway's settings. Secrets come from the environment, through the command line's wiring."""
+"""The gateway's settings. Secrets come from the environment."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from tokentrue.types import AtLeastOne, Count, Positive
 
 @record
 class GatewayLimits:
-    """Beyond a size: 413; beyond a number or a sum in flight: 429 with Retry-After; beyond a time: a closed
-    connection or 504."""
+    """Beyond a size: 413; a number or a sum in flight: 429 with Retry-After; a time: a closed connection or 504."""
 
     body_bytes: AtLeastOne = 64 << 20
     bodies_bytes: AtLeastOne = 512 << 20  # of all requests being read by one process

@@ -76,7 +76,7 @@ class Services:
         self.restore_admin_state()
 
     def restore_admin_state(self, *, has_weights: bool = True) -> None:
-        """Applies what is stored. `has_weights`: the engine has the weights of that version."""
+        """`has_weights`: the engine has the weights of that version."""
         paused = self.admin_state.paused
         for gate in (self.admission, self.provider.inner):
             if paused:

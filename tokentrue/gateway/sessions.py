@@ -1,5 +1,4 @@
-"""Sessions in memory, evicted when idle, too many or too large; never while in use, so a session has one live
-object."""
+"""Sessions in memory, evicted when idle, too many or too large; never while in use, so a session has one live object."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ NODE_BYTES = 4096
 
 
 def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> SessionLimits:
-    """Half of `live_sessions_bytes` for one session: one in use cannot be evicted."""
+    """One in use cannot be evicted."""
     most = limits.live_sessions_bytes // 2 // TOKEN_BYTES
     return replace(session_limits, max_tokens=min(most, session_limits.max_tokens or most))
 
@@ -111,8 +110,8 @@ class SessionHandle:
 
     # Names of retried requests.
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
-        """Shared only with retries: the client's `Idempotency-Key`, or, for SDKs that send
-        `x-stainless-retry-count`, the body's digest and a counter."""
+        """The client's `Idempotency-Key`, or, for SDKs that send `x-stainless-retry-count`, the body's digest and a
+        counter."""
         given = read_header(scope["headers"], b"idempotency-key")
         retries = read_header(scope["headers"], b"x-stainless-retry-count")
         if given:

@@ -1,6 +1,6 @@
-"""Image files of requests. The first bytes decide the format, and Pillow is given only that one. A file that is also
-an archive or a script is refused. URLs are fetched from hosts that the operator allows: no redirect, no private
-address."""
+"""Image files of requests. The first bytes decide the format, and Pillow is given only that one. A file that is also an
+archive or a script is refused. URLs are fetched from hosts that the operator allows: no redirect, no private address.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ _CHUNK = 1 << 16
 
 @record
 class ImageSettings(Checked):
-    """`fetch`: hosts whose URLs the gateway fetches. The numbers per request count repeated images, those per
-    session do not."""
+    """`fetch`: hosts whose URLs the gateway fetches. The numbers per request count repeated images."""
 
     fetch: tuple[str, ...] = ()
     fetch_s: Positive = 10.0
@@ -84,7 +83,7 @@ def is_turned(data: bytes) -> bool:
 
 
 def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> ImageFile:
-    """Decodes the whole file: a truncated or oversized one must not be recorded. `declared` is a media type."""
+    """Decodes the whole file: a truncated or oversized one must not be recorded."""
     pillow, found = import_pillow(), find_media_type(data)
     declared = {"image/jpg": "image/jpeg"}.get(declared or "", declared)
     if declared not in (None, found):
@@ -171,7 +170,7 @@ def _end_of_png(data: bytes) -> int:
 
 
 def _check_png_rows(data: bytes) -> None:
-    """Raises if rows are missing, which Pillow leaves black."""
+    """Pillow leaves missing rows black."""
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     bits = data[24] * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[data[25]]
     sizes = [(-((left - width) // wide), -((top - height) // tall)) for left, top, wide, tall in _PASSES[data[28]]]

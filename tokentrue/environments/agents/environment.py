@@ -1,8 +1,7 @@
-"""One rollout runs one agent process and then one score command, in separate sandboxes. Read `run` first.
-
-An agent is rewarded, so it is treated as an adversary: it never writes where this process, or the score command, reads.
-The score command starts when every process of the agent is dead, with a separate home and environment, in a copy of the
-agent's work that it makes from a read-only view."""
+"""One rollout runs one agent process and then one score command, in separate sandboxes. Read `run` first. An agent is
+rewarded, so it is treated as an adversary: it never writes where this process, or the score command, reads. The score
+command starts when every process of the agent is dead, with a separate home and environment, in a copy of the agent's
+work that it makes from a read-only view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one command line until it ends or reaches a limit, and reads a reward from a score command's result."""
+"""Runs one command line until it ends or reaches a limit, and reads a reward from a score command."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ async def end_namespace(first: int) -> None:
 
 
 def reward_from_command(result: CommandResult, command: str) -> float:
-    """Exit code 0: the number on the last line, or 1 if there is none. Other exit codes: 0. Raises if the command
-    could not run, was killed, or printed nan or inf."""
+    """Exit code 0: the number on the last line, or 1 if there is none. Others: 0. Raises if the command could not run,
+    was killed, or printed nan or inf."""
     if result.code is None:
         raise AgentError(f"score: {command!r} took longer than its time limit")
     if result.code in CANNOT_RUN or result.code > 128:

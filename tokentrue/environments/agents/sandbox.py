@@ -1,9 +1,7 @@
-"""The command line that confines an agent: bubblewrap's and prlimit's, on which confinement relies entirely.
-
-Inside, `/rollout/work` is the working directory, `/rollout/home` the home and `/tmp` is private; nothing else is
-writable. From the host an agent sees system programs and configuration (`SYSTEM`), this Python, the programs on the
-PATH and what the user names, all read-only; no process, no socket, and of the network only the bridge: a loopback port
-that leads to the gateway."""
+"""The command line that confines an agent: bubblewrap's and prlimit's, on which confinement relies entirely. Inside,
+`/rollout/work` is the working directory, `/rollout/home` the home and `/tmp` is private; nothing else is writable. From
+the host an agent sees `SYSTEM`, this Python, the programs on the PATH and what the user names, all read-only; no
+process, no socket, and of the network only the bridge: a loopback port that leads to the gateway."""
 
 from __future__ import annotations
 
@@ -171,8 +169,7 @@ def is_whole_home(folder: Path) -> bool:
 
 
 def parts_beside(folder: Path) -> list[Path]:
-    """A directory of programs and, if it is the `bin` of a prefix, the libraries beside it; for npm its
-    node_modules."""
+    """Also the libraries beside the `bin` of a prefix; for npm its node_modules."""
     tops = [parent for parent in (folder, *folder.parents) if parent.name == "node_modules"]
     if tops:
         return [tops[-1]]
@@ -183,7 +180,7 @@ def parts_beside(folder: Path) -> list[Path]:
 
 @asynccontextmanager
 async def open_bridge(folder: Path, url: str) -> AsyncGenerator[None]:
-    """Connects the sandbox in which `folder` is mounted at `BRIDGE` with the gateway at `url`."""
+    """`folder` is mounted at `BRIDGE` in the sandbox."""
     target = urlsplit(url)
     is_tls = target.scheme == "https"
     slots = asyncio.Semaphore(CONNECTIONS)
@@ -207,7 +204,7 @@ async def open_bridge(folder: Path, url: str) -> AsyncGenerator[None]:
             writer.close()
 
         async def adopt() -> None:
-            """The first caller is `ENTER`: the agent is not started before it has its answer."""
+            """The first caller is `ENTER`: the agent does not start before it has its answer."""
             loop = asyncio.get_running_loop()
             caller, _ = await loop.sock_accept(listener)
             with caller:

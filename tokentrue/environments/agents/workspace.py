@@ -29,8 +29,7 @@ PREFIX = "tokentrue-rollout-"
 
 @record
 class Workspace:
-    """`agent` and `score` are each writable by one command. `objects` is the object store that a checkout borrows
-    from, read-only."""
+    """`objects` is the object store that a checkout borrows from, read-only."""
 
     directory: Path
     objects: Path | None = None
@@ -114,7 +113,7 @@ def remove_tree(directory: Path) -> None:
 
 
 def find_abandoned(under: Path) -> list[Path]:
-    """The directories of killed processes: the kernel has released their locks."""
+    """The kernel has released the locks of killed processes."""
     found: list[Path] = []
     for directory in under.glob(f"{PREFIX}*"):
         if not directory.is_symlink() and directory.lstat().st_uid == os.geteuid():

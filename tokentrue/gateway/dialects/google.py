@@ -1,6 +1,6 @@
 """Google GenerateContent. Without ids, the k-th call of a function in one turn is `name#k`. Reasoning is sent as
-`thought` parts if requested, and sealed in the `thoughtSignature` of the part after it: clients drop thoughts and
-keep signatures."""
+`thought` parts if requested, and sealed in the `thoughtSignature` of the part after it: clients drop thoughts and keep
+signatures."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def build_usage(replies: Sequence[Reply]) -> JsonObject:
 
 
 class Candidate:
-    """Deltas of one reply to parts. Calls are sent when complete: the protocol has no partial arguments."""
+    """Calls are sent when complete: the protocol has no partial arguments."""
 
     def __init__(self, dialect: Dialect, head: RequestHead) -> None:
         self._signer, self._shows_thoughts = dialect.signer, head.options.thoughts

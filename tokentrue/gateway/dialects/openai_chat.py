@@ -86,8 +86,7 @@ def token_entry(token: int, logprob: float, text_of: TextOf) -> JsonObject:
 
 
 class ChatEncoder(Encoder):
-    """Log-probabilities are sent token by token; with alternatives in the last chunk of a choice, because engines
-    report those with the whole completion."""
+    """Log-probabilities are sent token by token; those with alternatives at the end, as engines report them."""
 
     def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
         super().__init__(dialect, head, text_of)

@@ -1,5 +1,5 @@
-"""OpenAI Responses. Consecutive items of a model are one assistant message, unless their ids show that two turns
-served them. The model sees a custom (free-form) tool as a function with one string, and tools of a namespace as
+"""OpenAI Responses. Consecutive items of a model are one assistant message, unless their ids show that two turns served
+them. The model sees a custom (free-form) tool as a function with one string, and tools of a namespace as
 `namespace__name`."""
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class OutputItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def build(self, signer: ReasoningSigner, status: str) -> JsonObject:
-        """`status`: "in_progress" for the item without its text. A call is incomplete if its arguments broke off."""
+        """`status`: "in_progress" for the item without its text."""
         is_new = status == "in_progress"
         if self.kind == "reasoning":
             item: JsonObject = {"type": "reasoning", "id": self.id, "summary": [], "status": status}
@@ -427,7 +427,6 @@ class OpenAIResponses(Dialect):
         return (message,)
 
     def _message(self, item: JsonObject, path: str) -> Message | None:
-        """None for reasoning without any text left."""
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "reasoning":
             text = self._reasoning(item, path)
@@ -457,8 +456,7 @@ class OpenAIResponses(Dialect):
         return join_text(item.get(key), REASONING_PARTS, f"{path}.{key}", glue="") or ""
 
     def _arguments(self, call: CallItem) -> str:
-        """Inverse of `custom_input`. Arguments that broke off or contain more are found in the record by the call's
-        id."""
+        """Inverse of `custom_input`. Arguments that broke off or contain more are in the record."""
         recorded = self._find_arguments(call.call_id)
         found = (arguments for arguments in recorded if custom_input(arguments) == call.input)
         return next(found, None) or orjson.dumps({"input": call.input}).decode()

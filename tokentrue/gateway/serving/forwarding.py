@@ -1,5 +1,5 @@
 """Forwards requests for a session that another process owns: a worker of this server, or another gateway on the same
-PostgreSQL record. Bodies are streamed: the owner checks the key before it reads one."""
+record. Bodies are streamed: the owner checks the key before it reads one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Peers:
     async def forward(
         self, elsewhere: SessionElsewhere, scope: Scope, receive: Receive, send: Send, body: bytes | None = None
     ) -> None:
-        """Streams the owner's reply back; pass `body` if it has been read already."""
+        """`body`: if it has been read already."""
         if not elsewhere.url or count_forwards(scope) >= MOST_FORWARDS:
             raise elsewhere
         client, base = self._connect(elsewhere.url)

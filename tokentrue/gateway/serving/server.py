@@ -93,9 +93,8 @@ class JsonLines(logging.Formatter):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol within `GatewayLimits`: by itself it does not limit a head or trailers, merges trailers
-    into the headers, and waits forever for a head, a body and a client that reads. What exceeds a limit gets 400 or a
-    closed connection."""
+    """uvicorn's HTTP/1.1 protocol within `GatewayLimits`: by itself it does not limit a head or trailers, merges
+    trailers into the headers, and waits forever for a head, a body and a client that reads."""
 
     limits: ClassVar[GatewayLimits]
     _timer: asyncio.TimerHandle | None = None  # timeout of the head or body being received
