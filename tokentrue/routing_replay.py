@@ -144,7 +144,7 @@ class TopLogprobs(SamplingMask):
 
     @classmethod
     def from_tops(cls, tops: Sequence[tuple[Mapping[int, float], int]]) -> TopLogprobs:
-        """From each token's log-probabilities and how many were asked for: engines add the sampled id to those."""
+        """From each token's log-probabilities and how many were asked for: engines add the sampled id."""
         known = [[(token, value) for token, value in top.items() if -9000.0 < value <= 0.0] for top, _ in tops]
         chosen = [nlargest(count, row, key=lambda pair: pair[1]) for row, (_, count) in zip(known, tops, strict=True)]
         mask = SamplingMask.from_rows([[token for token, _ in row] for row in chosen])
@@ -172,7 +172,7 @@ def empty_rows(count: int) -> SamplingMask:
 
 def own_routing(routing: RoutedExperts | None, *, parent_length: int, length: int) -> RoutedExperts | None:
     """What a turn adds to its parent's routing, including the parent's last sampled token, which was not an input
-    before. `parent_length` and `length` count prompt and sampled tokens."""
+    before. The lengths count prompt and sampled tokens."""
     if routing is None:
         return None
     if routing.end > max(0, length - 1):

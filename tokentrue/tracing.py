@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span for each model request and each stage of its turn. Spans hold no keys and no text."""
+"""OpenTelemetry: a span for each model request and each stage of its turn. Spans hold no keys and no text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Tracing:
 
 
 def start_tracing(url: str, *, exporter: SpanExporter | None = None) -> None:
-    """Sends spans to the OTLP/HTTP collector at `url` (http://host:4318). Call it once per process."""
+    """`url`: an OTLP/HTTP collector (http://host:4318). Call it once per process."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -75,7 +75,7 @@ class JoinedTurn:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredTurn:
-    """The request key was answered before: these nodes are the answer, one for each choice."""
+    """The request key was answered before; a node for each choice."""
 
     nodes: Sequence[Node]
 
@@ -227,8 +227,7 @@ class Session:
         return replace(request, messages=await add_parsed(self.conversations, parsed))
 
     def stream_batches(self, request: TurnRequest) -> AsyncGenerator[list[TurnEvent]]:
-        """`stream`, with events that are ready together in one list. The turn starts at once: the iterator must be
-        read."""
+        """`stream`, with events that are ready together in one list. The turn starts at once: read the iterator."""
         found = self._start_or_join(request, streamed=True)
         return found.events() if isinstance(found, InFlightTurn) else self._stream_again(found)
 
@@ -244,8 +243,8 @@ class Session:
         return await commits.replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
 
     def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> InFlightTurn | JoinedTurn | AnsweredTurn:
-        """Returns a new turn that has been started, or what this request repeats: an equal turn in flight, or the nodes
-        recorded under its key. Has no await, so no other request can come between the search and the start."""
+        """A turn that was started, or what this request repeats: an equal turn in flight, or the nodes recorded under
+        its key. Has no await, so no other request can come between the search and the start."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         if request.prompt_ids is not None and self.record.pin:

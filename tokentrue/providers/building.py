@@ -35,13 +35,12 @@ KeptRows = Sequence[Sequence[int]]  # the ids that filters kept, one row per tok
 
 
 class CompletionBuilder:
-    """Collects one generation for the sent `prompt_ids`."""
+    """One generation for the sent `prompt_ids`."""
 
     def __init__(
         self, engine: str, prompt_ids: TokenIds, *, version: int | None = None, must_count: bool = False
     ) -> None:
-        """`version`: of the adapter that samples. `must_count`: the engine expands images itself, so it must report
-        how many tokens the prompt had."""
+        """`version`: of the adapter that samples. `must_count`: the engine expands images, so it must count the prompt."""
         self.engine, self.prompt_ids, self._version, self._must_count = engine, prompt_ids, version, must_count
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -98,7 +97,7 @@ class CompletionBuilder:
             )
 
     def take_read(self, events: Iterable[bytes], add: Callable[[bytes], None]) -> Iterator[Chunk]:
-        """The chunks of one read. If `add` refuses an event, yields the tokens of earlier events first."""
+        """If `add` refuses an event, yields the tokens of earlier events first."""
         try:
             for event in events:
                 add(event)

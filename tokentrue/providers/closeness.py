@@ -10,8 +10,6 @@ from tokentrue.types import Completion, Ids, Sampling
 
 @record
 class Closeness:
-    """`first_difference` is the first differing token, or None."""
-
     close: bool
     exact: bool
     compared: int

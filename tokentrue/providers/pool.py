@@ -1,6 +1,6 @@
-"""Several replicas of one engine as one Provider: sticky by session, which preserves the prefix cache,
-health-checked, with failover. A generation that breaks off is resumed from the tokens received: spans keep their
-policy versions, and no token is sampled twice."""
+"""Several replicas of one engine as one Provider: sticky by session, which preserves the prefix cache, health-checked,
+with failover. A generation that breaks off is resumed from the tokens received: spans keep their policy versions, and
+no token is sampled twice."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Pool(Streaming):
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
-        """Those that are truthful at every replica that has reported."""
+        """At every replica that has reported."""
         known = [filters for replica in self._replicas if (filters := replica.truthful_filters) is not None]
         return known[0].intersection(*known) if known else None
 
@@ -90,8 +90,8 @@ class Pool(Streaming):
         return only.metrics() if isinstance(only, Measured) else {}
 
     async def interrupt(self) -> int:
-        """Pauses, and aborts generations at engines that must be idle to load weights; they continue after
-        `resume()`. Returns how many were aborted."""
+        """Pauses, and aborts generations at engines that must be idle to load weights, until `resume()`. Returns their
+        number."""
         self.pause()
         return sum(
             await asyncio.gather(
@@ -162,7 +162,7 @@ class Pool(Streaming):
         return {**alive[0], "replicas": len(answers), "healthy": len(alive)}
 
     async def publish(self, weights: NamedWeights, *, version: int) -> None:
-        """Generations wait meanwhile. Unreachable replicas are not used until they have the weights."""
+        """Generations wait. Unreachable replicas are not used until they have the weights."""
         sinks = [replica for replica in self._replicas if isinstance(replica, WeightSink)]
         if len(sinks) != len(self._replicas):
             raise ConfigError(f"engine {self.name!r} takes no weights")
@@ -229,7 +229,7 @@ class Pool(Streaming):
                 continue  # all down: the next generation reports it to its caller
 
     def order(self, session: str | None) -> list[int]:
-        """Replicas by rendezvous hashing, healthy ones first: losing one moves only its sessions."""
+        """By rendezvous hashing, healthy ones first: losing one moves only its sessions."""
         if len(self._replicas) == 1:
             return [0]
 

@@ -1,6 +1,6 @@
-"""Engines that are servers. A request is retried only until its response begins; a generation that is not streamed
-and breaks off is sampled again, since none of its tokens arrived. A body, and a line of an event stream, has at most
-`limit` bytes. Unknown fields of a response are ignored, because engines add them with every release."""
+"""Engines that are servers. A request is retried only until its response begins; a generation that is not streamed and
+breaks off is sampled again, since none of its tokens arrived. Unknown fields of a response are ignored, because engines
+add them with every release."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class EngineHttp:
         retry: bool = True,
         limit: int = BODY_BYTES,
     ) -> bytes:
-        """The body of a 2xx response; any other raises a typed error that quotes the engine."""
+        """Any response but a 2xx raises a typed error that quotes the engine."""
         parts: list[bytes] = []
         size = 0
         async with await self._respond(method, path, body, self._retries if retry else 0) as response:
@@ -211,8 +211,6 @@ def _refusal(where: str, status: int, words: str) -> EngineError:
 
 # Responses.
 class EngineFault(msgspec.Struct):
-    """Of both engines; some versions send plain text instead."""
-
     message: str | None = None
 
 
@@ -246,14 +244,13 @@ def decode_answer(data: bytes, kind: type[T], *, where: str) -> T:
 
 
 def raise_fault(engine: str, fault: EngineFault | str | None) -> None:
-    """Raises for an error inside a 200 response or a stream."""
+    """For an error inside a 200 response or a stream."""
     if fault is not None:
         raise rejected(f"{engine}: {fault if isinstance(fault, str) else fault.message or 'error without a message'}")
 
 
 def version_from(text: str | int | None) -> int:
-    """The integer at the end of an engine's weight version ("7", "step-7"); engines start with a word such as
-    "default"."""
+    """The integer at the end ("7", "step-7"); engines start with a word such as "default"."""
     words = "" if text is None else str(text).rstrip()
     digits = words[len(words.rstrip("0123456789")) :]
     version = int(digits) if digits else UNVERSIONED
@@ -336,7 +333,7 @@ def adapter_version(name: str) -> int:
 
 
 class RemoteOptions(TypedDict, total=False):
-    """Keywords of every remote engine; `RemoteEngine` has their defaults."""
+    """`RemoteEngine` has their defaults."""
 
     timeout_s: float
     connect_s: float
@@ -481,7 +478,7 @@ class RemoteEngine(Streaming):
         return orjson.Fragment(found)
 
     async def interrupt(self) -> int:
-        """Aborts all our generations and waits until each has returned its tokens; returns their number."""
+        """Aborts our generations and waits until each has returned its tokens; returns their number."""
         running, end = len(self._running), time.monotonic() + ABORT_S
         while self._running:
             if time.monotonic() > end:
@@ -504,8 +501,8 @@ class RemoteEngine(Streaming):
     async def publish_adapter(
         self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
     ) -> bool:
-        """Each publication has a new name at the server: generations in flight keep the adapter that they began
-        with, and share no cached block with later ones."""
+        """Each publication has a new name at the server: generations in flight keep their adapter, and share no cached
+        block with later ones."""
         served, root = f"{name}@{version}.{uuid4().hex[:6]}", self._publishing_root()
         async with self._loading:
             await asyncio.to_thread(write_adapter, weights, config, root / served, version=version)
@@ -562,8 +559,8 @@ class RemoteEngine(Streaming):
                     raise EngineRejected(f"{self.name} at {self.url} was restarted without LoRA")
 
     async def _load(self, written: WrittenWeights) -> None:
-        """If the server refuses, it gets the previous version again. Without one it stays paused: it may hold half
-        of the new weights."""
+        """If the server refuses, it gets the previous version again. Without one it stays paused: it may hold half of
+        the new weights."""
         before, said = self._published, f"{self.name} did not take version {written.version} and"
         await self.pause_for_weights()
         try:
@@ -600,9 +597,8 @@ def common_params(
     tag: Callable[[str], JsonObject],
     schema: Callable[[JsonMapping | None], JsonObject],
 ) -> JsonObject:
-    """The settings that both engines name alike. `own`: the engine's own constraints; `tag` and `schema` write a
-    structural tag and a JSON schema (None: any object) as the engine wants them. Log-probabilities are those under a
-    constraint's mask."""
+    """Settings that both engines name alike. `own`: the engine's own constraints; `tag` and `schema` write a structural
+    tag and a JSON schema (None: any object) as the engine wants them."""
     extra = sampling.extra
     params: JsonObject = {
         "temperature": sampling.temperature,
@@ -640,12 +636,11 @@ def common_params(
 
 
 def _object(value: object) -> JsonMapping:
-    """Reads anything but a JSON object as an empty one."""
     return cast("JsonMapping", value) if isinstance(value, Mapping) else {}
 
 
 def dump_settings(value: object) -> bytes:
-    """Values that JSON cannot hold come from the client: they are its error."""
+    """What JSON cannot hold came from the client."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:

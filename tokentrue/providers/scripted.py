@@ -53,8 +53,8 @@ class ScriptedTurn:
 
 
 class ScriptedProvider(Streaming):
-    """`encode` turns script texts into ids (a renderer's `encode_sampled`); `stop_id` is appended to them. `seen`
-    keeps the received prompts. With `loop=True` the script restarts at its end."""
+    """`encode` turns script texts into ids (a renderer's `encode_sampled`); `stop_id` is appended. `seen` keeps the
+    prompts. With `loop=True` the script restarts at its end."""
 
     name = "scripted"
     truthful_filters = FILTERS

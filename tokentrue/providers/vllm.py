@@ -97,10 +97,9 @@ class VLLMEvent(msgspec.Struct):
 
 
 class VLLMProvider(RemoteEngine):
-    """Publishing needs VLLM_SERVER_DEV_MODE=1, of an adapter --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
-
-    With `cache_salt` requests share cached blocks with requests of the same publication alone: the cache is not
-    reset, and generations in flight keep their keys and values."""
+    """Publishing needs VLLM_SERVER_DEV_MODE=1, of an adapter --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. With
+    `cache_salt` requests share cached blocks with requests of the same publication alone: the cache is not reset, and
+    generations in flight keep their keys and values."""
 
     name = "vllm"
     adapter_routes = "/v1"
@@ -184,7 +183,7 @@ class VLLMProvider(RemoteEngine):
         self._loaded = written.version
 
     async def _reset_encoder_cache(self) -> None:
-        """It is keyed by the hash of an image alone, and would outlive the weights that computed it."""
+        """It is keyed by an image's hash alone, and would outlive the weights that computed it."""
         try:
             await self._post("/reset_encoder_cache")
         except EngineContractError as error:  # the server has no such route: it matters only if images were sent
@@ -222,7 +221,7 @@ class VLLMProvider(RemoteEngine):
             )
 
     async def check_images(self) -> None:
-        """Images go over the token route only, as raw parts beside ids."""
+        """Only over the token route, as raw parts beside ids."""
         await self._learn()
         if self._takes_images is None:
             known = await self._http.read("GET", "/openapi.json")

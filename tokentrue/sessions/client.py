@@ -1,4 +1,4 @@
-"""An in-process OpenAI client, backed by a session. `await client(messages, tools=None)` returns a `Reply`."""
+"""An in-process OpenAI client of a session. `await client(messages, tools=None)` returns a `Reply`."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ class Resolution:
 
 @record
 class PathFit:
-    """How the first `depth` messages of a request fit the path to a node: changes in replayed served messages, and
-    given messages that are written differently."""
+    """How the first `depth` messages of a request fit the path to a node. `num_respelled`: given messages that are
+    written differently."""
 
     depth: int = 0
     num_changes: int = 0
@@ -83,7 +83,7 @@ class PathFit:
 
 @record
 class Match:
-    """`elsewhere` is a deeper turn of the same conversation, sampled under other tools or another system prompt."""
+    """`elsewhere`: a deeper turn of the same conversation, sampled under other tools or another system prompt."""
 
     node: Node
     fit: PathFit
@@ -110,8 +110,8 @@ class Matcher:
 
     @traced("resolve")
     async def resolve(self, conversation: Conversation, *, named: str | None = None) -> Resolution:
-        """`named` is the node that the request says it continues. Awaits only if long histories must be rendered;
-        turns committed meanwhile may be missed."""
+        """`named`: the node that the request says it continues. Awaits only if long histories must be rendered; turns
+        committed meanwhile may be missed."""
         started = self.tree.committed_seq  # what is committed while this awaits was not over when it began
         search = _Search(self, conversation, named)
         found = await search.find_deepest()
@@ -174,7 +174,7 @@ class Matcher:
         projection: str = "root",
         origin: Node | None = None,
     ) -> Resolution:
-        """`edge`: its reason and detail, unless this very turn was asked before."""
+        """`edge`: reason and detail, unless this very turn was asked before."""
         if key in self.pending:
             edge = "parallel", "another request for this turn was in flight"
         elif answers := self.tree.answers.get(key):
@@ -287,8 +287,7 @@ class _Search:
         return found
 
     def _fit_turns(self, node: Node, num_system: int, joined: Node) -> PathFit | None:
-        """Fits the request and the conversation of `node`, each after its system prompt; None unless all given
-        messages are identical."""
+        """Each after its system prompt; None unless all given messages are identical."""
         items = self._tree.conversation(node)[self._index.places[node.id].num_system :]
         # Under the first prompt of a kind, the turns to `joined` are the client's copies of what was served: they may be
         # written differently from this request, which fits `joined` itself.
@@ -432,8 +431,8 @@ def _restore(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The key of the conversation after a node's served message, and its length. `turns_key` excludes the
-    `num_system` messages of the system prompt. `loose_tools` identifies the tools in any order."""
+    """The key of the conversation after a node's served message, and its length. `turns_key` excludes the `num_system`
+    messages of the system prompt. `loose_tools`: the tools in any order."""
 
     key: bytes = START_KEY
     depth: int = 0
@@ -444,7 +443,7 @@ class Place:
 
 
 class CandidateIndex:
-    """From a conversation's loose key, with and without its system prompt, to the recorded turns that end there."""
+    """From a conversation's loose key, with and without its system prompt, to the turns that end there."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -484,7 +483,7 @@ class CandidateIndex:
         self.passed.setdefault(place.key, node)
 
     def _reference(self, message: Message, node: Node | None, seen: Mapping[str, CallRef]) -> CallRef | str | None:
-        """The call that a tool result answers: one in `seen`, else the nearest one on the path to `node`."""
+        """The call that a tool result answers: one in `seen`, else the nearest on the path to `node`."""
         call_id = message.get("tool_call_id")
         if not isinstance(call_id, str) or read_role(message) == "assistant":
             return None

@@ -1,5 +1,4 @@
-"""What a request may ask: sizes, sampling, and formats that the engine must enforce; its identity; and the choice of
-thread for its rendering and parsing."""
+"""What a request may ask: sizes, sampling, enforced formats; its identity; the thread for its rendering and parsing."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ HUGE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokentrue-huge")
 
 @record
 class SessionLimits:
-    """None means no limit. `max_tokens` counts recorded tokens, `max_new_chars` a request's characters that are not
-    recorded yet. `conversation_bytes` bounds the cache of conversations; 0 disables it."""
+    """None: no limit. `max_tokens` counts recorded tokens, `max_new_chars` a request's characters that are not recorded
+    yet. `conversation_bytes` bounds the cache of conversations."""
 
     max_nodes: int | None = 10_000
     max_tokens: int | None = 20_000_000
@@ -71,8 +70,7 @@ class SessionLimits:
 
 # Sampling and identity.
 def check_pinned(sampling: Sampling | JsonMapping | None) -> JsonMapping:
-    """Sampling values of a session that override the client's: of a `Sampling` every field, of a mapping those it
-    names. (Pinned prompts are in `stages/pinning`.)"""
+    """Of a `Sampling` every field, of a mapping those it names."""
     if isinstance(sampling, Sampling):
         return {name: getattr(sampling, name) for name in _FIELDS}
     values = dict(sampling or {})
@@ -83,8 +81,7 @@ def check_pinned(sampling: Sampling | JsonMapping | None) -> JsonMapping:
 
 
 def resolve_sampling(sampling: Sampling, pinned: JsonMapping, *, renderer: Renderer, training: bool) -> Sampling:
-    """Pinned values over the client's, plus the renderer's stop tokens. Refuses penalties if a trainer will score
-    the tokens."""
+    """Pinned values over the client's, plus the renderer's stop tokens. Refuses penalties if a trainer will score."""
     if pinned:
         values = Sampling(**pinned)
         sampling = replace(sampling, **{name: getattr(values, name) for name in pinned})
@@ -96,7 +93,7 @@ def resolve_sampling(sampling: Sampling, pinned: JsonMapping, *, renderer: Rende
 
 
 async def check_truthful(sampling: Sampling, provider: Provider) -> None:
-    """Refuses filters under which the engine does not report the log-probabilities that it sampled from."""
+    """Refuses filters under which the engine does not report what it sampled from."""
     if not sampling.filters:
         return
     if provider.truthful_filters is None:
@@ -115,7 +112,7 @@ def identify_request(request: TurnRequest, conversation: Conversation, sampling:
 
 
 def format_identity(identity: bytes) -> str:
-    """As a node stores it. Records without the prefix identify a request by looser keys."""
+    """Nodes without the prefix identify a request by looser keys."""
     return f"exact:{identity.hex()}"
 
 
@@ -127,7 +124,7 @@ def is_same_request(recorded: str | None, identity: bytes) -> bool:
 def constraints_from(
     choice: str | JsonObject | None, format_: JsonObject | None, tools: tuple[JsonObject, ...] | None
 ) -> tuple[JsonObject, tuple[JsonObject, ...] | None]:
-    """Entries for `Sampling.extra` that the engine enforces, and the prompt's tools (none for "none")."""
+    """Entries for `Sampling.extra`, and the prompt's tools (none for "none")."""
     extra: JsonObject = {}
     if choice == "none":
         tools = None

@@ -1,5 +1,4 @@
-"""The data API: one JSON shape per view, the same for every source, for the live page and for the one-file export.
-`VIEWS` names the views and their arguments."""
+"""The data API: one JSON shape per view, the same for every source, for the live page and for the export."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ class ViewerData:
         }
 
     def search(self, text: str, *, offset: int = 0) -> JsonObject:
-        """Sessions from `offset` on, as far as one request may take; `next` is where the following one starts."""
+        """From `offset` on, as far as one request may take; `next` is where the following one starts."""
         wanted, deadline = text.casefold(), time.monotonic() + SEARCH_S
         rows, total = self.source.list_sessions(offset=offset, limit=PAGE)
         found: list[JsonObject] = []
@@ -231,7 +230,7 @@ class ViewerData:
         return cut_blocks(branch, turns)
 
     def _inserted(self, branch: Branch) -> list[tuple[int, int]]:
-        """The template's tokens: as the store recorded them, else generation prompts and special tokens."""
+        """As the store recorded them, else generation prompts and special tokens."""
         if branch.inserted is not None:
             return list(branch.inserted)
         ids = branch.sample.token_ids

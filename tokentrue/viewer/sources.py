@@ -1,5 +1,4 @@
-"""The viewer's sources: a samples file or list, which has neither messages nor abandoned branches; a durable store,
-which has both."""
+"""The viewer's sources: a samples file or list, without messages and abandoned branches; a durable store, with both."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ class SampleList(SessionList):
 
 
 class FileSource(SampleList):
-    """A samples file in any format, its last sessions first. It is read once: the store shows how a run grows."""
+    """A samples file, its last sessions first. It is read once: the store shows how a run grows."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(read_samples(path), name=Path(path).name)
@@ -145,8 +144,7 @@ def _node_rows(sample: Sample) -> list[TurnRow]:
 
 
 class SummaryCache:
-    """A summary is kept until its session changes, and refreshed within a time budget per request: a store with
-    thousands of sessions catches up over the next requests."""
+    """A summary is kept until its session changes, and refreshed within a time budget per request."""
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s
@@ -170,7 +168,7 @@ class SummaryCache:
 
 
 class StoreSource(RecordSource):
-    """`kind` is "gateway" if the journal belongs to a running gateway, which closes it."""
+    """`kind`: "gateway" if the journal belongs to a running gateway, which closes it."""
 
     def __init__(self, journal: Journal, *, name: str, kind: SourceKind = "store") -> None:
         self.name, self.kind, self._journal = name, kind, journal

@@ -1,7 +1,7 @@
-"""The durable store: SQLite in WAL mode. An awaited write returns only after its commit. One writer thread makes
-every write; one process owns a store for writing (`lock`); one object at a time owns a session (`claim`). Corruption
-is detected: rows carry digests, sessions the number of their nodes, the store the number of its sessions, and
-opening runs `quick_check`. `synchronous="FULL"` also survives a loss of power."""
+"""The durable store: SQLite in WAL mode. An awaited write returns only after its commit. One writer thread makes every
+write; one process owns a store for writing (`lock`); one object at a time owns a session (`claim`). Corruption is
+detected: rows carry digests, sessions the number of their nodes, the store the number of its sessions, and opening runs
+`quick_check`. `synchronous="FULL"` also survives a loss of power."""
 
 from __future__ import annotations
 
@@ -120,8 +120,7 @@ class Journal:
         return FIRST_TOKEN
 
     def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
-        """Takes a session over: its previous holder can write no more. Without fencing, raises while that one is
-        generating."""
+        """The previous holder of the session can write no more. Without fencing, raises while that one is generating."""
         held = self._claims.get(session_id)
         if held is not None:
             if len(held.turns) and not self._has_fencing:
@@ -145,7 +144,7 @@ class Journal:
 
     # Reading and writing.
     def submit(self, write: Callable[[Database], T]) -> Future[T]:
-        """The future completes after the commit of its transaction."""
+        """Completes after the commit of its transaction."""
         if self._read_only:
             raise JournalError(f"the journal {self.target} was opened for reading")
         return self._writer.submit(write)
@@ -193,7 +192,7 @@ class Journal:
     async def append_nodes(
         self, session_id: str, rows: Sequence[Row], claim: SessionClaim | None = None, images: Sequence[ImageFile] = ()
     ) -> None:
-        """All rows and the images that they are the first to refer to, or nothing. Requires an open session, an
+        """All rows, and the images that they are the first to refer to, or nothing. Requires an open session, an
         existing parent and an unused `seq`."""
 
         def write(db: Database) -> None:
@@ -237,7 +236,7 @@ class Journal:
         await self.write(lambda db: self._delete_sessions(db, [session_id]))
 
     async def purge(self, *, older_than_s: float) -> list[str]:
-        """Deletes sessions by age since their end; returns their ids."""
+        """By age since the session's end; returns the ids."""
         limit = time.time() - older_than_s
 
         def write(db: Database) -> list[str]:
@@ -291,7 +290,7 @@ class Journal:
         group: str | None = None,
         after: tuple[float, str] | None = None,
     ) -> list[SessionRecord]:
-        """Newest first. `after` is (creation time, id) of a session, which may be deleted by now."""
+        """Newest first. `after`: (creation time, id) of a session, which may be deleted by now."""
         where, values = _filter_sessions(state, group)
         if after is not None:
             where, values = f"{where} AND (created < ? OR (created = ? AND id > ?))", (*values, after[0], *after)
@@ -356,8 +355,7 @@ _LARGEST_GROUP = 512
 
 
 class Writer:
-    """Owns the only writing connection. Queued writes share a transaction, each in a savepoint: a failing write does
-    not affect the others."""
+    """Owns the only writing connection. Queued writes share a transaction, each in a savepoint."""
 
     def __init__(self, connection: Database) -> None:
         self._connection = connection

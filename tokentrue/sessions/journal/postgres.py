@@ -164,7 +164,7 @@ class Lease:
 
 
 class PostgresJournal(Journal):
-    """`name` is unique to this gateway, `address` the URL at which others reach it; `read_only=True` needs neither."""
+    """`name` is unique to this gateway, `address` the URL at which others reach it."""
 
     _has_fencing = True
 
@@ -227,7 +227,7 @@ class PostgresJournal(Journal):
         return self.submit(write).result()
 
     def lock_image(self, db: Database, sha256: str, strength: str) -> bool:
-        """Waits for another gateway that is about to refer to it, or to delete it."""
+        """Waits for a gateway that is about to refer to it, or to delete it."""
         return db.execute(f"SELECT 1 FROM images WHERE sha256=? FOR {strength}", (sha256,)).fetchone() is not None
 
     def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:

@@ -1,5 +1,5 @@
-"""Nodes and session records as rows of the store. Ids and log-probabilities are raw little-endian bytes, everything
-else is one JSON object. A row stores tools only if they differ from the parent's."""
+"""Nodes and session records as rows. Ids and log-probabilities are raw little-endian bytes, everything else is one JSON
+object. A row stores tools only if they differ from the parent's."""
 
 from __future__ import annotations
 
@@ -201,9 +201,8 @@ class Rewards:
 
 @record
 class SessionRecord:
-    """`sampling` holds the pinned values, `pin` names the pinned prompts. `first_key_hash` verifies signatures on
-    reasoning after the API key was replaced. `late_keys`: request keys that joined a turn while its nodes were being
-    written."""
+    """`sampling`: the pinned values; `pin`: the pinned prompts. `first_key_hash` verifies signatures on reasoning after
+    the API key was replaced. `late_keys`: request keys that joined a turn while its nodes were being written."""
 
     id: str
     group: str | None = None

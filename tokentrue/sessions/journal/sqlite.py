@@ -1,7 +1,6 @@
-"""SQLite stores: their file, their tables with migrations, and their locks.
-
-A server holds an exclusive lock beside the store, its workers share a second one. If the supervisor is killed, its
-workers first finish what they generate, and the next server waits for them: two processes never write one session."""
+"""SQLite stores: file, tables with migrations, locks. A server holds an exclusive lock beside the store, its workers
+share a second one. If the supervisor is killed, its workers first finish what they generate, and the next server waits
+for them: two processes never write one session."""
 
 from __future__ import annotations
 
@@ -105,7 +104,7 @@ class _FileLock:
             ) from error
 
     def lock(self, operation: int) -> bool:
-        """False if another process, or another object of this process, holds it."""
+        """False if another process, or another object of this one, holds it."""
         try:
             fcntl.flock(self.file, operation)
         except BlockingIOError:
@@ -235,7 +234,7 @@ def refuse_foreign(connection: sqlite3.Connection) -> None:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Each step in a transaction; refuses a journal from a newer release."""
+    """Each step in a transaction."""
     while (version := read_version(connection)) < VERSION:
         connection.execute("BEGIN IMMEDIATE")
         try:

@@ -1,4 +1,4 @@
-"""Builds nodes from generated choices, and replies from nodes. `turn` writes them."""
+"""Nodes from generated choices, and replies from nodes. `turn` writes them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Builds a prompt: the recorded ids, untouched, and what the renderer adds; or a new root if it refuses. Of turns
-sampled elsewhere it adds the recorded ids."""
+"""Builds a prompt: the recorded ids, untouched, and what the renderer adds; or a new root if it refuses."""
 
 from __future__ import annotations
 
