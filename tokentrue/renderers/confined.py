@@ -1,6 +1,5 @@
-"""Runs the proof of a new chat template in a child process with operating-system limits on time and memory.
-
-Jinja's sandbox limits what a template can access, not what it costs."""
+"""Proves a new chat template in a child process with limits on time and memory. Jinja's sandbox limits what a template
+can access, not what it costs."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class ProcessLimits:
 
 
 def run_confined(work: Callable[[], JsonValue], limits: ProcessLimits | None = None) -> JsonValue:
-    """Runs `work` in a child process and returns its JSON result. A TokenTrueError of `work` is raised here;
-    TemplateLimitError if the child exceeded a limit."""
+    """The JSON result of `work`. Its TokenTrueErrors are raised here; TemplateLimitError if the child exceeded a limit."""
     limits = limits or ProcessLimits()
     reader, writer = os.pipe()
     with _without_parallel_tokenizers():
@@ -65,7 +63,7 @@ def run_confined(work: Callable[[], JsonValue], limits: ProcessLimits | None = N
 
 @contextmanager
 def _without_parallel_tokenizers() -> Generator[None]:
-    """The tokenizers thread pool has no threads in a forked child. This variable disables it and its warning."""
+    """The tokenizers thread pool has no threads in a forked child."""
     before = os.environ.get(PARALLELISM)
     os.environ[PARALLELISM] = "false"
     try:
@@ -109,7 +107,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int | None:
-    """Bytes mapped by this process; None on systems that do not report it (they have no such limit either)."""
+    """In bytes; None on systems that do not report it."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[0]) * resource.getpagesize()

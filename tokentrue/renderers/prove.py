@@ -1,7 +1,6 @@
-"""Proves a template and tokenizer by trial: shapes of conversation × roles appended, compared in ids with the truth.
-
-The truth is the real conversation rendered and encoded whole, cut by offsets after the last turn's last word (`zlastz`)
-and stop. `zn0z` is the first new content."""
+"""Proves a template and tokenizer by trial: shapes of conversation × roles appended, compared in ids with the truth:
+the real conversation rendered and encoded whole, cut by offsets after the last turn's last word (`zlastz`) and stop.
+`zn0z` is the first new content."""
 
 from __future__ import annotations
 
@@ -186,8 +185,8 @@ def find_truth(
     *,
     write: Callable[[str], str] = str,
 ) -> TokenIds | None:
-    """Ids after the last turn's stop in the real conversation, by offsets; None if there is no such place. `write`
-    changes the rendered text as an image processor does."""
+    """Ids after the last turn's stop, by offsets; None if there is no such place. `write` changes the text as an image
+    processor does."""
     text = write(renderer.render_plain([*history, *new], tools))
     word, first = text.rfind("zlastz"), text.find("zn0z")
     encoding = renderer.codec.backend.encode(text, add_special_tokens=False)

@@ -158,7 +158,7 @@ class Renderer:
         return self._extender.rewrites(messages, new, tools, self._merge(template_kwargs))
 
     def encode_sampled(self, text: str) -> list[int]:
-        """Encodes text as a model's output, markers as tokens; for scripted engines."""
+        """As a model's output, markers as tokens; for scripted engines."""
         return self.codec.encode_after(text, literal="").tolist()
 
     def _merge(self, template_kwargs: TemplateKwargs | None) -> JsonObject:

@@ -1,6 +1,4 @@
-"""Which tokens end an assistant turn: those that the model's files declare and those that its template writes.
-
-They tell the engine when to stop, and where an open turn must be closed."""
+"""Which tokens end an assistant turn: those that the model's files declare and those that its template writes."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ FOLLOWER = "qzFollowerqz"
 
 @record
 class Stops:
-    """Stop literals per kind of turn; `declared` come from generation_config.json and the tokenizer's eos."""
+    """Literals per kind of turn; `declared` come from generation_config.json and the tokenizer's eos."""
 
     text: tuple[str, ...] = ()
     call: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The families and how a template is matched to one. A new family is one function and its name in `FAMILIES`."""
+"""The families and how a template is matched to one."""
 
 from __future__ import annotations
 
@@ -219,8 +219,7 @@ FAMILIES: tuple[Callable[[Clues], Family | None], ...] = (
 
 
 def family_for(template_text: str, tokenizer: Any, tokens: Iterable[str] | None = None) -> Family:
-    """Returns the template's family, or "plain" (all text is content, no calls). A response template shipped with the
-    tokenizer overrides ours. `tokens`: the tokenizer's added tokens, if the caller has them."""
+    """Or "plain" (all text is content, no calls). A response template shipped with the tokenizer overrides ours."""
     if tokens is None:
         tokens = (str(token.content) for token in tokenizer.added_tokens_decoder.values())
     clues = Clues(template=template_text, tokens=frozenset(tokens))
