@@ -132,7 +132,6 @@ def command(
     found = checks(read_sealed, samples, policy_version) or []
     given = {} if trainer_logprobs is None else checks(read_trainer_logprobs, str(trainer_logprobs)) or {}
     checks.finish()
-    # From here on torch is loaded.
     from tokentrue.app.libraries import require_device, require_samples_of
     from tokentrue.mismatch import PRESETS
     from tokentrue.viewer import SampleList, write_report

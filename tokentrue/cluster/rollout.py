@@ -41,7 +41,6 @@ PATIENCE_S = 120.0
 ANSWER_S = 10.0  # after which another actor is tried instead of one that is restarting
 
 
-# ---- actors
 class GatewayActor:
     """`settings` is a ServeConfig whose store outlives the process. Listens at its node's address."""
 
@@ -144,7 +143,6 @@ def is_absence(trouble: BaseException) -> bool:
     return isinstance(trouble, (*sdk, *gone))
 
 
-# ---- the driver
 class Fleet:
     def __init__(self, settings: RolloutRun) -> None:
         self._ray, self._is_shared = import_ray(), settings.is_shared

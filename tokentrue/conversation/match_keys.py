@@ -240,7 +240,6 @@ def _hash(fields: Iterable[str]) -> bytes:
     return digest(*(field.encode("utf-8", "surrogatepass") for field in fields))
 
 
-# A replayed message beside the served one.
 def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
     """The changes, sorted, if `replayed` is a known lossy projection of `served`; None if it is an edit. A replay that
     *adds* to what was served is an edit: a wrong match is worse than a fork. A think tag in the served text is the

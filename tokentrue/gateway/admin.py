@@ -112,7 +112,6 @@ class AdminRequest:
     def checkout(self) -> AbstractAsyncContextManager[SessionHandle]:
         return self.services.sessions.checkout(self.session_id)
 
-    # Sessions.
     async def create(self) -> JsonObject:
         body: CreateSession = self.body
         services = self.services
@@ -229,7 +228,6 @@ class AdminRequest:
             raise HttpError(503, "worker_restarting", "a worker does not answer; send this again", retry_after_s=1.0)
         return [orjson.loads(answer) for answer in answers if answer is not None]
 
-    # Health and metrics.
     async def health(self) -> JsonObject:
         return {"status": "ok"}
 

@@ -75,7 +75,6 @@ class Gateway:
             raise HttpError(404, "unknown_path", "no such path: it has a dot segment")
         await self._router(scope, receive, send)
 
-    # Start-up and shutdown.
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:
         try:
             while (await receive())["type"] == "lifespan.startup":
@@ -130,7 +129,6 @@ def release_freed_memory() -> bool:
     return trim is not None and trim(0) == 1
 
 
-# The viewer.
 def view_routes(keys: ApiKeys, load: LoadPage) -> list[BaseRoute]:
     async def redirect(request: Request) -> Response:
         return RedirectResponse("view/")

@@ -66,7 +66,6 @@ class Services:
             **settings,
         )
 
-    # What the administrator sets.
     def set_paused(self, paused: bool) -> None:
         self.admin_state.paused = paused
         self.restore_admin_state(has_weights=False)

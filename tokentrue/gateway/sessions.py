@@ -73,7 +73,6 @@ class SessionHandle:
         self._coverage: tuple[int, Coverage] | None = None  # (session revision, coverage)
         self._has_warned = False  # of answers that replace each other
 
-    # Requests.
     async def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
         decoded = dialect.decode(body)
         conversation, head = await self.read_conversation(dialect, decoded), decoded.head
@@ -108,7 +107,6 @@ class SessionHandle:
         conversations = self.session.conversations
         return await add_parsed(conversations, dialect.parse_conversation(decoded, conversations, history=history))
 
-    # Names of retried requests.
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
         """The client's `Idempotency-Key`, or, for SDKs that send `x-stainless-retry-count`, the body's digest and a
         counter."""
@@ -139,7 +137,6 @@ class SessionHandle:
             said = "one prompt was sent twice, its first answer is not trained; ask with n, or open a session for each"
             log_line("retried", logging.WARNING, session=self.session.id, message=said)
 
-    # State.
     @contextmanager
     def count_in_flight(self) -> Generator[None]:
         if self.in_flight >= self._limits.in_flight_per_session:
@@ -207,7 +204,7 @@ class SessionRegistry:
         self._live: OrderedDict[str, SessionHandle] = OrderedDict()
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._budget = ByteBudget(limits.message_caches_bytes)
-        self.memory_bytes = 0  # estimate for all sessions in memory
+        self.memory_bytes = 0
         # Of evicted sessions, minus what reloaded ones had: with that of live sessions it is the total since start.
         self._evicted_coverage = CoverageTotals()
 

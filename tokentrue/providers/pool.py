@@ -43,7 +43,7 @@ from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedE
 RESUMABLE = (EngineUnreachable, EngineTimeout)
 RESUMPTIONS = 8  # of one generation
 GIVE_UP_S = 600.0  # after the start of a generation, a failure is not resumed any more
-CHECK_S = 5.0  # between two health checks
+CHECK_S = 5.0
 
 
 class Pool(Streaming):

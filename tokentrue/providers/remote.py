@@ -209,7 +209,6 @@ def _refusal(where: str, status: int, words: str) -> EngineError:
     return EngineUnreachable(said) if status in RETRIED_STATUS else rejected(said)
 
 
-# Responses.
 class EngineFault(msgspec.Struct):
     message: str | None = None
 
@@ -318,7 +317,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-# The common base of the adapters.
 class Answer(Protocol):
     builder: CompletionBuilder
 
@@ -375,7 +373,7 @@ class RemoteEngine(Streaming):
         self.url = self._http.url
         self._running: dict[str, str | None] = {}  # the adapter, by request id
         self._own: dict[str, str] = {}  # adapters published here: the server's name by the one in requests
-        self._listed: set[str] = set()  # adapters of the server
+        self._listed: set[str] = set()
         self._adapter = adapter
         self._images: dict[str, bytes] = {}  # as JSON, by SHA-256, the one used last at the end
         self._weights_dir = None if weights_dir is None else Path(weights_dir) / self._http.place
@@ -424,7 +422,6 @@ class RemoteEngine(Streaming):
     @abstractmethod
     async def _info(self) -> WeightInfo: ...
 
-    # Generations.
     async def stream(
         self,
         prompt_ids: Ids,
@@ -489,7 +486,6 @@ class RemoteEngine(Streaming):
             await asyncio.sleep(ABORT_RETRY_S if self._running else 0)
         return running
 
-    # Weights.
     async def publish(self, weights: NamedWeights, *, version: int) -> None:
         """Works during generations, too."""
         root, keep = self._publishing_root(), () if self._published is None else (self._published.directory,)
@@ -589,7 +585,6 @@ class RemoteEngine(Streaming):
         return await self._http.read("POST", path, body or {}, retry=False)
 
 
-# Settings of a request.
 def common_params(
     sampling: Sampling,
     *,

@@ -242,8 +242,6 @@ class Codec:
     def absorbs_blanks(self) -> set[str]:
         return {token.content for token in self.added.values() if token.rstrip}
 
-    # text -> ids
-
     def encode(self, text: str, mark: str = "") -> TokenIds:
         """Without `mark` as the engine does: every literal becomes its token; else only those that `shield` has not
         marked."""
@@ -283,8 +281,6 @@ class Codec:
                 ids.append(self.literals[literal])
             done = end
         return ids
-
-    # ids -> text
 
     @cached_property
     def spelling(self) -> TokenBytes:

@@ -114,8 +114,6 @@ class Renderer:
             max_plans=self.max_plans,
         )
 
-    # messages -> ids
-
     def render(
         self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None
     ) -> Rendered:
@@ -169,8 +167,6 @@ class Renderer:
             )
         return merged
 
-    # ids -> messages
-
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = EMPTY, tools: Tools | None = None) -> Parsed:
         return parse_turn(self._grammar, sampled_ids, prompt_ids=prompt_ids, tools=tools)
 
@@ -189,8 +185,6 @@ class Renderer:
         return compile_grammar(
             self.codec.spelling, self.family, stop_token_ids=self.stop_token_ids, generation_ids=opening
         )
-
-    # for other packages
 
     def call_tag(self, tools: Tools, *, name: str | None = None) -> JsonMapping | Refusal:
         """Structural tag that makes an engine sample at least one call of these tools (only of `name`, if given)."""

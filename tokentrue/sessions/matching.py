@@ -247,7 +247,6 @@ class _Search:
             nodes = [node for node in nodes if self._may_have_same_tools(node)]
         fits = [(node, fit) for node in nodes if (fit := self._fit(node)) is not None]
         fits = [(node, fit) for node, fit in fits if not fit.num_respelled or await self._renders_alike(node)]
-        # Prefer a complete answer to one that broke off.
         fits = [(node, fit) for node, fit in fits if node.outcome == "served"] or fits
         same = [(node, fit) for node, fit in fits if await self._has_same_tools(node)]
         if other is None:

@@ -68,7 +68,6 @@ class SessionLimits:
             )
 
 
-# Sampling and identity.
 def check_pinned(sampling: Sampling | JsonMapping | None) -> JsonMapping:
     """Of a `Sampling` every field, of a mapping those it names."""
     if isinstance(sampling, Sampling):

@@ -253,7 +253,6 @@ class Tree:
     def answers_like(self, node: Node) -> list[Node]:
         return self.answers[self._turn_keys[node.id]]
 
-    # Certificates and digests.
     def link(self, node: Node) -> bytes:
         parent = self.parent(node)
         return next_link(

@@ -58,7 +58,6 @@ TEXT_BLOCKS = ("text",)
 BILLING = "x-anthropic-billing-header:"
 
 
-# Replies.
 def message_base(head: RequestHead, node: str) -> JsonObject:
     return {"id": f"msg_{node}", "type": "message", "role": "assistant", "model": head.model}
 
@@ -149,7 +148,6 @@ class AnthropicEncoder(Encoder):
         return sse(self.dialect.build_error(problem), "error")
 
 
-# Requests.
 class SchemaFormat(msgspec.Struct):
     schema: JsonObject
 

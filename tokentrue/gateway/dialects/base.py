@@ -379,7 +379,6 @@ def join_parts(
     return join_content(out, glue=glue)
 
 
-# Our own JSON, written.
 def encode(value: JsonValue) -> bytes:
     try:
         return orjson.dumps(value)

@@ -65,7 +65,6 @@ STATUSES = {
 _SNAKE = re.compile(r"_([a-z])")
 
 
-# Replies.
 class GoogleOptions(msgspec.Struct, frozen=True):
     logprobs: bool
     thoughts: bool  # shown, and not only sealed
@@ -175,7 +174,6 @@ class GoogleEncoder(Encoder):
         return encode(self.dialect.build_error(problem)) + b"\n\n"
 
 
-# Requests.
 class GoogleStruct(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     pass
 
@@ -378,7 +376,6 @@ class Google(Dialect):
         return {"error": {"code": problem.status, "message": str(problem), "status": status, "details": [info]}}
 
 
-# The body.
 def camel_case(name: str) -> str:
     return _SNAKE.sub(lambda match: match[1].upper(), name)
 
@@ -457,7 +454,6 @@ def format_from_config(config: GenerationConfig) -> JsonObject | None:
     return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
 
 
-# Contents.
 def check_parts(parts: Sequence[Part], path: str) -> None:
     for index, part in enumerate(parts):
         kinds = {

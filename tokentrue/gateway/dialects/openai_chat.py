@@ -44,7 +44,6 @@ TEXT_PARTS = ("text", "refusal")
 IMAGE_PARTS: Mapping[str, ReadImage] = {"image_url": lambda part, path: {**part, "field": path}}
 
 
-# Replies.
 class ChatOptions(msgspec.Struct, frozen=True):
     logprobs: bool
     include_usage: bool
@@ -90,7 +89,7 @@ class ChatEncoder(Encoder):
 
     def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
         super().__init__(dialect, head, text_of)
-        self._start = self._end = b""  # of every chunk, around its choice
+        self._start = self._end = b""
         self._has_content: dict[int, bool] = {}  # of every choice that has begun
         self._replies: list[Reply] = []
         self._logprobs_late = bool(head.options.logprobs and head.sampling.top_logprobs)
@@ -150,7 +149,6 @@ class ChatEncoder(Encoder):
         return out + b"data: [DONE]\n\n"
 
 
-# Requests.
 class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 

@@ -66,7 +66,6 @@ _DECODABLE = re.compile(  # whole characters and escapes; both halves of a surro
 )
 
 
-# Replies.
 @dataclass(frozen=True, slots=True)
 class ServedTool:
     name: str
@@ -294,7 +293,6 @@ class ResponsesEncoder(Encoder):
         return self._event("failed", response={**self.response, **failed})
 
 
-# Requests.
 class Reasoning(msgspec.Struct):
     effort: Hint = None
     summary: Hint = None

@@ -64,7 +64,7 @@ class Extender:
         self._history, self._max_plans = history, max_plans
         self._stop_ids = {codec.literals[text] for text in stops.all}
         self._plans: OrderedDict[Hashable, ExtendPlan] = OrderedDict()
-        self._tools = b"", Shielded(None, None)  # the last ones, by key
+        self._tools = b"", Shielded(None, None)
 
     def extend(
         self, prefix_ids: TokenIds, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
@@ -158,8 +158,6 @@ class Extender:
                 return self.splicer.plan(request), request
             except ExtendError:
                 raise refused from None
-
-    # the request
 
     def _read_request(
         self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping

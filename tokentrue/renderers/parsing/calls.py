@@ -197,7 +197,7 @@ class JsonCallReader:
         self._state = "head"  # then "arguments"; at last "done" or "lost"
         self._head = ""
         self._arguments: list[str] = []
-        self._stack: list[str] = []  # open brackets
+        self._stack: list[str] = []
         self._in_string = False
         self._tail = ""  # an escape or a word that may continue
 

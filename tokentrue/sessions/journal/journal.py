@@ -142,7 +142,6 @@ class Journal:
     def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
         """Called in the transaction of every write to a session; raises if another process owns it now."""
 
-    # Reading and writing.
     def submit(self, write: Callable[[Database], T]) -> Future[T]:
         """Completes after the commit of its transaction."""
         if self._read_only:
@@ -175,7 +174,6 @@ class Journal:
 
         return self.submit(write).result()
 
-    # Sessions.
     def create(self, record: SessionRecord) -> Future[None]:
         values = values_from_record(record)
 
