@@ -98,10 +98,8 @@ class AdmissionGate:
                 if not waiting:
                     del self._queue[session_id]
             if isinstance(error, TimeoutError):
-                raise full(
-                    f"{self.in_flight} generations are in flight and none ended within {self._limits.queue_s:g} s "
-                    "(limits.queue_s); try again"
-                ) from None
+                waited = f"none ended within {self._limits.queue_s:g} s (limits.queue_s)"
+                raise full(f"{self.in_flight} generations are in flight and {waited}; try again") from None
             raise
 
     async def wait_for_resume(self) -> None:

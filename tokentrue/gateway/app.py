@@ -54,9 +54,8 @@ class Gateway:
         )
         self.config, self.provider = self.services.config, self.services.provider
         pages = view_routes(self.services.keys, view) if view is not None else []
-        self._router = Router(
-            routes=[*model_routes(self.services), *pages, *admin_routes(self.services)], redirect_slashes=False
-        )
+        routes = [*model_routes(self.services), *pages, *admin_routes(self.services)]
+        self._router = Router(routes=routes, redirect_slashes=False)
         self._background: list[asyncio.Task[None]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

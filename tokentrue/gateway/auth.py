@@ -23,9 +23,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 def check_session_id(value: str) -> str:
     if not SESSION_ID.fullmatch(value):
-        raise InputError(
-            "session_id: use 1 to 128 of the characters A-Z a-z 0-9 . _ : -, starting with a letter or a digit"
-        )
+        allowed = "1 to 128 of the characters A-Z a-z 0-9 . _ : -, starting with a letter or a digit"
+        raise InputError(f"session_id: use {allowed}")
     return value
 
 

@@ -43,6 +43,10 @@ class TurnClock:
             self._since = time.perf_counter()
         self._running += 1
 
+    @property
+    def engine_ms(self) -> float:
+        return round(self.engine_s * 1000, 3)
+
     def leave_engine(self) -> None:
         self._running -= 1
         if not self._running:
@@ -56,13 +60,9 @@ class MeteredProvider(Streaming):
     """Measures the engine's time; sets the version of /admin/version if the engine reports none."""
 
     def __init__(self, inner: EngineControl) -> None:
-        self.inner = inner
+        self.inner, self.name = inner, inner.name
         self.version = UNVERSIONED
         self._adapting = inner if isinstance(inner, Adapting) else None
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:

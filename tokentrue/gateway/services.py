@@ -78,10 +78,7 @@ class Services:
         """`has_weights`: the engine has the weights of that version."""
         paused = self.admin_state.paused
         for gate in (self.admission, self.provider.inner):
-            if paused:
-                gate.pause()
-            else:
-                gate.resume()
+            (gate.pause if paused else gate.resume)()
         self.metrics.paused.set(paused)
         if has_weights:
             self.provider.version = self.admin_state.version

@@ -85,10 +85,8 @@ class SessionHandle:
                 raise MessageError(f"cannot be enforced: {tag.detail}", field="tool_choice")
             head = replace(head, sampling=replace(head.sampling, extra={**head.sampling.extra, "tool_choice": tag}))
         if head.tools and ignores_tools(self.session.renderer):
-            raise TemplateError(
-                "this model's chat template ignores tools: the model would not see them; leave them out, or use "
-                "another template"
-            )
+            cure = "leave them out, or use another template"
+            raise TemplateError(f"this model's chat template ignores tools: the model would not see them; {cure}")
         return head, conversation
 
     async def read_conversation(self, dialect: Dialect, decoded: DecodedBody) -> Conversation:

@@ -49,6 +49,7 @@ SEALED = "sealed_reasoning"  # key in a part of a turn, before `join_turn`: the 
 PLAIN_RESULTS = ("output", "result", "error")  # the SDKs wrap a result that is not an object under one of these
 SCHEMAS = ("parameters", "responseSchema", "parametersJsonSchema", "responseJsonSchema")
 OPAQUE = ("args", "response", "labels", "partMetadata", *SCHEMAS)  # fields whose keys are not the protocol's
+KINDS = ("text", "inline_data", "function_call", "function_response")  # of a part
 EMPTY_SCHEMA: JsonObject = {"type": "object", "properties": {}}
 CHOICES = {"AUTO": "auto", "MODE_UNSPECIFIED": "auto", "NONE": "none", "ANY": "required"}
 STATUSES = {
@@ -456,18 +457,13 @@ def format_from_config(config: GenerationConfig) -> JsonObject | None:
 
 def check_parts(parts: Sequence[Part], path: str) -> None:
     for index, part in enumerate(parts):
-        kinds = {
-            "text": part.text,
-            "inlineData": part.inline_data,
-            "functionCall": part.function_call,
-            "functionResponse": part.function_response,
-        }
-        held = [name for name, value in kinds.items() if value is not None]
+        held = [camel_case(name) for name in KINDS if getattr(part, name) is not None]
         if len(held) > 1:
             message = f"holds {' and '.join(held)}; a part has one of them"
             raise MessageError(message, field=f"{path}.parts[{index}]")
         if not held and not part.thought_signature:
-            raise MessageError(f"must have one of {', '.join(kinds)}", field=f"{path}.parts[{index}]")
+            known = ", ".join(map(camel_case, KINDS))
+            raise MessageError(f"must have one of {known}", field=f"{path}.parts[{index}]")
 
 
 def user_part(part: Part, where: str) -> str | Message:
@@ -531,9 +527,8 @@ def json_schema_from_openapi(value: JsonValue, where: str) -> JsonObject:
         elif name in ("anyOf", "prefixItems") and is_array(item):
             out[name] = [json_schema_from_openapi(one, at) for one in item]
         elif name in ("properties", "defs", "$defs"):
-            out[name] = {
-                key: json_schema_from_openapi(one, f"{at}.{key}") for key, one in require_object(item, at).items()
-            }
+            inner = require_object(item, at).items()
+            out[name] = {key: json_schema_from_openapi(one, f"{at}.{key}") for key, one in inner}
         elif name.startswith(("min", "max")) and isinstance(item, str) and item.isdigit():
             out[name] = int(item)
         elif name not in ("propertyOrdering", "nullable"):

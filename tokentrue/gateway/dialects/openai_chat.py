@@ -98,13 +98,9 @@ class ChatEncoder(Encoder):
         out, index, added, delta = b"", event.index, event.delta, JsonObject()
         if index not in self._has_content:
             if not self._has_content:
+                base = completion_base(self.head, event.node_id, "chat.completion.chunk")
                 usage = {"usage": None} if self.head.options.include_usage else {}
-                empty: JsonObject = {
-                    **completion_base(self.head, event.node_id, "chat.completion.chunk"),
-                    "choices": [],
-                    **usage,
-                }
-                before, _, after = sse(empty).rpartition(b'"choices":[]')
+                before, _, after = sse({**base, "choices": [], **usage}).rpartition(b'"choices":[]')
                 self._start, self._end = before + b'"choices":[', b"]" + after
             self._has_content[index] = False
             out = self._chunk(index, {"role": "assistant", "content": None})
@@ -134,9 +130,8 @@ class ChatEncoder(Encoder):
         is_empty = reply.message.get("content") == "" and not self._has_content[index]
         is_late = self._logprobs_late or (self.head.options.logprobs and reply.from_record)  # a record has no chunks
         logprobs = reply_logprobs(reply, self.text_of) if is_late else None
-        return self._chunk(
-            index, {"content": ""} if is_empty else {}, logprobs=logprobs, **choice_end(self.head, reply)
-        )
+        delta = {"content": ""} if is_empty else {}
+        return self._chunk(index, delta, logprobs=logprobs, **choice_end(self.head, reply))
 
     def _chunk(self, index: int, delta: JsonObject, *, logprobs: JsonObject | None = None, **end: JsonValue) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs, **end}
@@ -251,9 +246,8 @@ class OpenAIChat(Dialect):
             known = ", ".join(sorted(ROLES))
             raise MessageError(f"role {echo(role)} is not supported; use one of {known}", field=f"{path}.role")
         glue = "" if role == "assistant" else "\n"
-        message["content"] = join_parts(
-            message.get("content"), TEXT_PARTS, f"{path}.content", glue=glue, images=IMAGE_PARTS
-        )
+        content = message.get("content")
+        message["content"] = join_parts(content, TEXT_PARTS, f"{path}.content", glue=glue, images=IMAGE_PARTS)
         if role == "developer":
             message["role"] = "system"
         if role == "assistant":
