@@ -69,13 +69,11 @@ class TrainRun:
             # Settings of engine and rollouts are allowed: one configuration file serves `tokentrue rollout` and this.
             for key in (each.name for each in fields(EvaluationConfig)):
                 if getattr(self.evaluation, key) != getattr(EvaluationConfig(), key):
-                    raise ConfigError(
-                        f"evaluation.{key}: has no effect with samples, which train from a file; leave one of them out"
-                    )
+                    raise ConfigError(f"evaluation.{key}: has no effect with samples; leave one of them out")
         elif self.train.exact and self.engine.name != "exact":
             find_address(self.engine.name)
             raise ConfigError(
-                f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine"
+                f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use engine exact"
             )
 
     @property

@@ -121,7 +121,7 @@ def command(
     )
     checks.require(
         write_logprobs is None or trainer is not None,
-        "--write-logprobs writes what --trainer computes; give --trainer MODEL",
+        "--write-logprobs needs --trainer MODEL",
     )
     checks(require_dtype, dtype)
     checks(require_device_name, device)

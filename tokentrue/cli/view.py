@@ -40,9 +40,7 @@ def command(
 
     if is_url(source):
         if model is not None or trainer_logprobs is not None:
-            raise ConfigError(
-                "--model and --trainer-logprobs: a gateway shows its own model; they are for a store or a file"
-            )
+            raise ConfigError("--model and --trainer-logprobs are for a store or a file: a gateway has its own")
         opened = data = GatewayData(source, key=None)
     else:
         trainer = None if trainer_logprobs is None else read_trainer_logprobs(trainer_logprobs)

@@ -175,9 +175,7 @@ def refuse_unknown_extra(engine: str, sampling: Sampling, known: frozenset[str])
     unknown = sorted(set(sampling.extra) - known)
     if unknown:
         supported = ", ".join(sorted(known)) or "none"
-        raise SamplingError(
-            f"engine {engine!r} does not support {', '.join(unknown)}; supported extra settings: {supported}"
-        )
+        raise SamplingError(f"engine {engine!r} does not support {', '.join(unknown)}; it takes: {supported}")
 
 
 def refuse_constraints(engine: str, extra: JsonMapping) -> None:

@@ -241,9 +241,7 @@ class Pool(Streaming):
     def _choose(self, session: str | None) -> int:
         order = self.order(session)
         if not order:
-            raise EngineUnreachable(
-                "no engine has the weights that were published last; publish again, or restart the engines"
-            )
+            raise EngineUnreachable("no engine has the last published weights; publish again, or restart them")
         return order[0]
 
 

@@ -124,9 +124,7 @@ class Journal:
         held = self._claims.get(session_id)
         if held is not None:
             if len(held.turns) and not self._has_fencing:
-                raise SessionConflict(
-                    f"session {session_id!r} is in use: another object is generating {len(held.turns)} turn(s) for it"
-                )
+                raise SessionConflict(f"session {session_id!r} is in use: another object generates for it")
             held.is_revoked = True
         claim = self._claims[session_id] = SessionClaim(session_id, turns, token)
         return claim
@@ -208,7 +206,7 @@ class Journal:
                     done = db.execute(_INSERT_NODE, (*values, row_digest(values), *known))
                 except sqlite3.IntegrityError as error:
                     raise SessionConflict(
-                        f"another process writes session {session_id!r}: sequence number {row.seq} is taken"
+                        f"another process writes session {session_id!r}: {row.seq} is taken"
                     ) from error
                 if done.rowcount != 1:
                     if load_record(db, session_id).state != "open":

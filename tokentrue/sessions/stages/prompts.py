@@ -105,9 +105,7 @@ def _extend_by_parts(
         if isinstance(extension, Refusal):
             return extension
         if len(extension.prefix_ids) != len(ids):
-            raise TokenContractError(
-                f"the renderer changed the prefix of node {node.id}: {len(ids)} ids became {len(extension.prefix_ids)}"
-            )
+            raise TokenContractError(f"the renderer changed the prefix of node {node.id}")
         by = len(ids) - start
         for span in extension.spans:
             message = None if span.message is None else span.message + first
