@@ -54,8 +54,8 @@ def loads(data: bytes) -> JsonValue:
 
 def read_numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, numbered from 1."""
-    # Bytes, not text: a line that a crash cut inside a character is only that line's error, and `str.splitlines` also
-    # cuts at U+2028, U+0085 and six more characters, which JSON strings hold as they are.
+    # Bytes: a character that a crash cut is only its line's error, and `str.splitlines` also cuts at U+2028, U+0085 and
+    # six more characters, which JSON strings hold as they are.
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():

@@ -344,8 +344,8 @@ class Session:
     @traced("commit")
     async def _commit(self, choices: Sequence[Choice], turn: InFlightTurn, prompt: Prompt) -> tuple[Reply, ...]:
         """Writes all or nothing: the journal first, then the tree."""
-        # If the journal fails, the tree is unchanged and the callers get the error. The write may still have happened,
-        # so `SessionRegistry.keep_loaded` drops the session, and the next request reads it from the journal.
+        # If the journal fails, the tree is unchanged. The write may still have happened, so
+        # `SessionRegistry.keep_loaded` drops the session, and the next request reads it from the journal.
         nodes, parent = commits.reserve_nodes(choices, turn, prompt, self.tree), prompt.resolution.parent
         if not nodes:
             return ()

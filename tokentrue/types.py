@@ -97,7 +97,7 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 FILTERS = frozenset({*TRUNCATIONS, *PENALTIES})
 """All settings that make the sampled distribution differ from softmax(logits / temperature)."""
 
-# Of each setting: its types (True is no number), and the values that an engine's integers and float32 can represent.
+# Types (True is no number), and the values that an engine's integers and float32 can represent.
 _NUMBER, _WHOLE, _WHOLE_OR_NONE, _LIST = (float, int), (int,), (int, type(None)), (list, tuple)
 _SAMPLING_RULES: Mapping[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "temperature": (_NUMBER, is_temperature, "a number: 0, or from 1e-30 to 1e30"),
@@ -207,11 +207,11 @@ class Completion:
     stopped_by: int | str | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     raw_logprobs: tuple[float, ...] | None = None  # of softmax(logits / temperature), before filters, if reported
-    routed_experts: RoutedExperts | None = None  # rows for positions of prompt and sampled ids, up to the last input
+    routed_experts: RoutedExperts | None = None  # of prompt and sampled ids, up to the last input
     sampling_mask: SamplingMask | None = None  # one row per sampled token, if filters removed ids and it is reported
     fingerprint: str | None = None  # of the exact engine's numerics
     prompt_logprobs: tuple[float, ...] | None = None  # of prompt_ids[1:], if requested and supported
-    prompt_digest: bytes | None = None  # sha256 of the prompt ids, computed where the request to the engine was built
+    prompt_digest: bytes | None = None  # sha256 of the prompt ids as they were sent
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
@@ -394,7 +394,7 @@ class TurnRequest:
     template_kwargs: TemplateKwargs = field(default_factory=JsonObject)
     n: int = 1
     dialect: str = "openai_chat"
-    model: str | None = None  # the name that the client requested; one model is served under any name
+    model: str | None = None  # as requested; one model is served under any name
     request_key: str | None = None
     continues: str | None = None
     prompt_ids: TokenIds | None = None
@@ -419,7 +419,7 @@ class Reply:
     projection: str
     """How the replayed history matched: "exact", "reasoning_dropped+whitespace", …; "root" if nothing was continued."""
     edge_reason: str | None = None  # of a root or a fork; None if nothing had continued the parent before
-    from_record: bool = False  # nothing was added for this caller: its key had an answer, or it joined an equal turn
+    from_record: bool = False  # its key had an answer, or it joined an equal turn
 
 
 class TurnEvent(Struct, frozen=True, kw_only=True, gc=False):

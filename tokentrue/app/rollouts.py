@@ -58,7 +58,7 @@ class RolloutRun:
     store: str | None = None
     gateways: AtLeastOne = 2  # with --ray: gateway actors, each with its engine
     workers: AtLeastOne = 2  # with --ray: rollout actors
-    nodes: AtLeastOne = 1  # with --ray: nodes that share the gateways and workers, at least one of each on every node
+    nodes: AtLeastOne = 1  # with --ray: at least one of each on every node
 
     def __post_init__(self) -> None:
         if self.nodes > 1 and not self.is_shared:

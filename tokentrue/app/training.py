@@ -66,7 +66,7 @@ class TrainRun:
                 raise ConfigError(f"train.{name}: set rollout.{name}, which rollouts and trainer both use")
         require_dtype(self.dtype)
         if self.samples is not None:
-            # Settings of engine and rollouts are allowed: one configuration file serves `tokentrue rollout` and this.
+            # Settings of engine and rollouts are allowed: one file serves `tokentrue rollout` and this.
             for key in (each.name for each in fields(EvaluationConfig)):
                 if getattr(self.evaluation, key) != getattr(EvaluationConfig(), key):
                     raise ConfigError(f"evaluation.{key}: has no effect with samples; leave one of them out")

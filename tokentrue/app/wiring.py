@@ -59,8 +59,8 @@ class ModelConfig:
     template_kwargs: JsonMapping = field(default_factory=JsonObject)
     history: Literal["keep", "template"] = "keep"
     injection: Literal["safe", "engine"] = "safe"
-    encode_cache_bytes: int = 64 << 20  # ids of texts that were encoded before; 0 disables the cache
-    extend_plans: int = 4096  # request shapes whose suffix is planned once; 0 plans each request
+    encode_cache_bytes: int = 64 << 20  # of encoded texts; 0 disables it
+    extend_plans: int = 4096  # request shapes planned once; 0: none
 
     def __post_init__(self) -> None:
         newest = Path(self.path or "") / "checkpoints" / "latest"
@@ -88,8 +88,8 @@ class ServerConfig(ServingConfig):
     workers: AtLeastOne = 1
     store: str = DEFAULT_STORE
     durability: Literal["normal", "full"] = "normal"  # full: acknowledged turns survive a loss of power
-    address: str = ""  # where other gateways on the same PostgreSQL reach this one; default: the bound address
-    lease_s: float = 15.0  # PostgreSQL: a gateway that is silent for longer loses its sessions to the others
+    address: str = ""  # where gateways on the same PostgreSQL reach this one
+    lease_s: float = 15.0  # PostgreSQL: one that is silent for longer loses its sessions
     log: Literal["json", "off"] = "json"
     trace_url: str = ""  # an OTLP/HTTP collector, http://host:4318; empty: no traces
 

@@ -271,7 +271,7 @@ def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None)
         row.trainer.append(float(trainer))
         row.kinds.append(turns[i])
         if tops is not None and row.flips is not None:
-            # A sampled token with probability above one half is the rollout's argmax: does the trainer have another?
+            # A probability above one half is the rollout's argmax: does the trainer have another?
             row.flips.append(rollout > math.log(0.5) and tops[i] != sample.token_ids[i])
     return row
 

@@ -216,8 +216,7 @@ def candidate_key(message: Message, field: str = "messages[]") -> bytes:
     check_calls(message, field)
     if role != "assistant":
         return _hash([role, text])
-    # In a replay, reasoning may precede a closing tag, and served text may contain such a tag: what follows the
-    # last is in both.
+    # Reasoning may precede a closing tag, and served text may contain one: what follows the last is in both.
     text, calls = read_written_calls(_CLOSING_TAG.split(text)[-1], calls_of(message))
     fields = [role, text.strip()]
     for call in calls:

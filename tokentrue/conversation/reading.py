@@ -32,7 +32,7 @@ from tokentrue.types import Message, Messages, Tools
 _KEPT = 8  # conversations of one session: parallel branches, other dialects
 _MESSAGE_BYTES = 1000  # estimate of one message's objects, without its text
 _OWN = b"\0"  # before the source of a message that no dialect parses; no JSON begins so
-_HASHED, _LONG_SOURCE = b"\1", 1 << 16  # a longer source is kept as its hash: images are most of it
+_HASHED, _LONG_SOURCE = b"\1", 1 << 16  # longer ones are kept as hashes
 
 
 class ConversationMessage:

@@ -188,7 +188,7 @@ class AdminRequest:
         data, media_type = await asyncio.to_thread(journal.read_image, self.session_id, name)
         return Response(data, media_type=media_type, headers=IMAGE_HEADERS)
 
-    # Weight updates. The worker that gets the request applies it to all workers of the server.
+    # Weight updates: the worker that gets the request applies it to all workers.
     async def pause(self) -> JsonObject:
         body: Pause = self.body
         if body.drain and body.abort:
@@ -343,7 +343,7 @@ class AdminEndpoint:
         await response(scope, receive, send)
 
 
-# The OpenAPI document, built from the route tables and the structs of bodies.
+# The OpenAPI document.
 SCHEMAS = "#/components/schemas/"
 ERRORS = ("400", "401", "403", "404", "405", "409", "413", "422", "429", "502", "503", "504")
 ERROR: JsonObject = {"description": "refused", "content": {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}}

@@ -63,7 +63,7 @@ class Gateway:
             await self._run_lifespan(receive, send)
         elif scope["type"] == "http":
             errors = self.services.metrics.errors
-            # Of the administrator's routes and unknown paths: `ModelEndpoint` answers errors in its own dialect.
+            # `ModelEndpoint` answers errors in its own dialect.
             await answer_errors(self._route, scope, receive, WatchedSend(send), dialect=OpenAIChat, errors=errors)
         else:
             await send({"type": "websocket.close", "code": 1008})
@@ -122,8 +122,8 @@ class Gateway:
 
 
 def release_freed_memory() -> bool:
-    # Encoding a text takes about a hundred times its size, in many small blocks. glibc keeps what is freed
-    # of them in the threads' arenas: the process stays as large as the sum of each thread's peak.
+    # Encoding a text takes about a hundred times its size, in small blocks. glibc keeps what is freed of them in the
+    # threads' arenas: the process stays as large as the sum of each thread's peak.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # musl has none
     return trim is not None and trim(0) == 1
 

@@ -77,7 +77,7 @@ class SessionHandle:
         decoded = dialect.decode(body)
         conversation, head = await self.read_conversation(dialect, decoded), decoded.head
         tool_choice = head.sampling.extra.get("tool_choice")
-        if tool_choice is not None:  # enforced by a structural tag in the call format of this session's model
+        if tool_choice is not None:  # enforced by a tag in this model's call format
             is_named = isinstance(tool_choice, Mapping)
             name = cast("JsonMapping", tool_choice)["function"]["name"] if is_named else None
             tag = self.session.renderer.call_tag(head.tools or (), name=name)
@@ -99,7 +99,7 @@ class SessionHandle:
             if node is None:
                 raise MessageError("no such response in this session", field="previous_response_id")
             before = self.session.tree.messages(node)
-            if node.replaced:  # a pinned prompt may replace them here; the instructions are in what the client sent
+            if node.replaced:  # by a pinned prompt; the instructions are in what the client sent
                 before = [*node.replaced, *before[count_system(map(read_role, before)) :]]
             history += before[1 if head.was_instructed else 0 :]  # `instructions` are never carried over
         conversations = self.session.conversations
@@ -203,7 +203,7 @@ class SessionRegistry:
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._budget = ByteBudget(limits.message_caches_bytes)
         self.memory_bytes = 0
-        # Of evicted sessions, minus what reloaded ones had: with that of live sessions it is the total since start.
+        # Of evicted sessions, minus what reloaded ones had.
         self._evicted_coverage = CoverageTotals()
 
     def __len__(self) -> int:

@@ -35,7 +35,7 @@ _PASSES = (  # of a PNG, and of an interlaced one: first column and row, distanc
     ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
 )
 _AFTER_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # the first marker after a JPEG's entropy-coded data
-# Addresses that lead into another network, or to an IPv4 address that would have to be checked in its place.
+# They lead into another network, or to an IPv4 address that would have to be checked.
 _TUNNELS = tuple(
     map(ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96", "fec0::/10", "192.88.99.0/24"))
 )

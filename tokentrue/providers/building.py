@@ -46,7 +46,7 @@ class CompletionBuilder:
         self.logprobs: list[float] = []
         self.top: list[Mapping[int, float]] = []
         self.raw: list[float] = []
-        # Of each piece that was appended: its tokens, their policy version, and what filters kept (if reported).
+        # Of each piece: its tokens, their policy version, and what filters kept (if reported).
         self._pieces: list[tuple[int, int, SamplingMask | None]] = []
         self._taken = 0
         self._new = 0  # the first piece that was not taken yet

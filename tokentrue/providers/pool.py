@@ -42,7 +42,7 @@ from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedE
 
 RESUMABLE = (EngineUnreachable, EngineTimeout)
 RESUMPTIONS = 8  # of one generation
-GIVE_UP_S = 600.0  # after the start of a generation, a failure is not resumed any more
+GIVE_UP_S = 600.0  # after a generation's start
 CHECK_S = 5.0
 
 
@@ -313,7 +313,7 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
 
 
 def _join_routing(pieces: Sequence[Completion], end: int) -> RoutedExperts | None:
-    # Each piece's prompt contains the earlier pieces; for those positions the piece that sampled from them counts.
+    # Each piece's prompt contains the earlier ones; for those positions the piece that sampled counts.
     parts: list[RoutedExperts] = []
     for piece in pieces:
         end += len(piece.token_ids)

@@ -58,9 +58,9 @@ ANSWER_BYTES = 64 << 20
 POSITION_BYTES = 4096  # per token: log-probabilities, sampling mask and routing, in JSON
 UNBOUNDED_TOKENS = 16_384  # assumed for a request without max_tokens
 MOST_TOKENS = 65_536
-IMAGE_BYTES = 128 << 20  # encoded images that an engine's adapter keeps: each turn sends those of all turns before
+IMAGE_BYTES = 128 << 20  # of encoded images: each turn sends those of all turns before
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-NO_ADAPTERS = "LoRA is not enabled"  # how both engines refuse an adapter if they were started without LoRA
+NO_ADAPTERS = "LoRA is not enabled"  # both engines' words
 
 
 class EngineHttp:
@@ -136,7 +136,7 @@ class EngineHttp:
                 if events:
                     yield events
                 if is_over:
-                    # The end of the body follows [DONE] at once; a connection that has read it can be reused.
+                    # A connection that has read the end of the body can be reused.
                     with suppress(TimeoutError, aiohttp.ClientError):
                         async with asyncio.timeout(END_S):
                             await response.content.read(1)
@@ -180,8 +180,7 @@ class EngineHttp:
             except aiohttp.SocketTimeoutError as error:
                 raise EngineTimeout(f"{where} did not answer in {self._timeout_s:g} s") from error
             except aiohttp.ClientConnectionError as error:
-                # A server may close an idle connection at the moment a request is sent on it: that does not count as
-                # an attempt.
+                # A server may close an idle connection just as a request is sent: that does not count as an attempt.
                 free = isinstance(error, aiohttp.ServerDisconnectedError) and attempt == 0
                 if attempt >= retries and not free:
                     why = getattr(error, "os_error", error)  # aiohttp's own text has "ssl:default" for any address
@@ -266,8 +265,8 @@ async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenId
 
 # Published weights, in a directory that the server sees.
 #     ROOT/version-000007/model.safetensors      every name, no index; tied heads written out
-# There is no index because an engine would load the shards of the first checkpoint that it names. A tied head is
-# written as a separate tensor: an engine that holds it apart from the embedding would keep the old one.
+# An engine would load the shards of the first checkpoint that an index names, and keep an old head that it holds apart
+# from the embedding.
 #     ROOT/policy@7.3f9a1c/adapter_model.safetensors, adapter_config.json      a LoRA adapter, as peft saves it
 @record
 class WrittenWeights:

@@ -81,7 +81,7 @@ class VLLMChoice(msgspec.Struct):
     weight_versions: list[VLLMVersions] | None = None
     routed_experts: str | None = None
     sampling_mask: list[list[int]] | None = None
-    # By prompt token: the ids that have a log-probability there, including the prompt's; null for the first.
+    # By prompt token: ids with a log-probability there, including the prompt's; null for the first.
     prompt_logprobs: list[dict[str, VLLMScored] | None] | None = None
 
 
@@ -199,8 +199,7 @@ class VLLMProvider(RemoteEngine):
         return await super().interrupt() if self._has_token_route else 0
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        # Closing the connection cancels, too; this makes it certain behind a router. The server prefixes the request id
-        # with the route's name.
+        # Closing the connection cancels, too; behind a router this makes it certain. The server prefixes the id.
         if self._has_token_route:
             names = [name for each in request_ids for name in (each, f"generate-tokens-{each}")]
             await self._post("/inference/v1/abort_requests", {"request_ids": names})

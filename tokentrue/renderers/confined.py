@@ -36,7 +36,7 @@ def run_confined(work: Callable[[], JsonValue], limits: ProcessLimits | None = N
     limits = limits or ProcessLimits()
     reader, writer = os.pipe()
     with _without_parallel_tokenizers():
-        child = os.fork()  # not multiprocessing: its workers, pools and data loaders may have no children of its kind
+        child = os.fork()  # workers of multiprocessing may have no children of its kind
     if child == 0:
         _run_child(work, writer, limits)
     os.close(writer)

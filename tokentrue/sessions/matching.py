@@ -96,7 +96,7 @@ class Matcher:
     def __init__(self, tree: Tree, renderer: Renderer) -> None:
         self.tree, self.renderer, self.index = tree, renderer, CandidateIndex(tree)
         self.pending: list[TurnKey] = []
-        # Recent fits by node and exact messages: the next request of a conversation compares only what it adds.
+        # By node and exact messages: the next request compares only what it adds.
         self.fits: OrderedDict[tuple[str, bytes], PathFit] = OrderedDict()
 
     @contextmanager
@@ -288,8 +288,8 @@ class _Search:
     def _fit_turns(self, node: Node, num_system: int, joined: Node) -> PathFit | None:
         """Each after its system prompt; None unless all given messages are identical."""
         items = self._tree.conversation(node)[self._index.places[node.id].num_system :]
-        # Under the first prompt of a kind, the turns to `joined` are the client's copies of what was served: they may be
-        # written differently from this request, which fits `joined` itself.
+        # Under the first prompt of a kind, the turns to `joined` are the client's copies, perhaps written differently
+        # from this request, which fits `joined` itself.
         served = self._tree.conversation(joined)[num_system:]
         for at, (item, known) in enumerate(zip(items, served, strict=False)):
             if isinstance(known, ServedRef) and not isinstance(item, ServedRef):
@@ -302,8 +302,7 @@ class _Search:
     def _choose(
         self, fits: Sequence[tuple[Node, PathFit]], *, same_tools: bool = True, other: Match | None = None
     ) -> Match:
-        # Given messages first: two sub-agents may differ by a `name` that the template does not print, and be served
-        # the same text.
+        # Two sub-agents may differ by a `name` that the template does not print, and be served the same text.
         fewest = min(fit.num_respelled for _, fit in fits)
         fits = [(node, fit) for node, fit in fits if fit.num_respelled == fewest]
         best = min(fit.num_changes for _, fit in fits)
@@ -399,7 +398,7 @@ class _Search:
         return await run_by_size(compare, count_chars(recorded) + count_chars(now))
 
     def build_tail(self, match: Match) -> tuple[Given, ...]:
-        # Tool results get the call ids that were served: templates may print them, and sampled tokens may contain them.
+        # Tool results get the call ids that were served: templates and sampled tokens may contain them.
         depth = self._index.places[match.node.id].depth
         recorded: list[Given] = []
         if match.elsewhere is not None:

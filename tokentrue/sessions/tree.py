@@ -74,16 +74,16 @@ class Node:
     served: Message
     chain: bytes
     prompt_length: int
-    prompt_digest: bytes  # SHA-256 of the recorded prompt ids; the provider's prompt had the same (`_sent_digest`)
+    prompt_digest: bytes  # SHA-256 of the prompt ids, recorded and sent
     stopped_by: int | str | None = None
     attempts: tuple[Attempt, ...] = ()  # of tool calls that did not parse
     dialect: str = "openai_chat"
-    model: str | None = None  # as requested; None if the request named none, or an older release recorded it
+    model: str | None = None  # as requested, if it was and an older release did not record it
     projection: str = "root"
     edge_reason: str | None = None
     detail: str = ""
     replaced: tuple[Message, ...] = ()  # the client's system prompt, where a pinned one replaced it
-    origin: str | None = None  # the node whose conversation it continues with other tokens: as a root, or on `parent`
+    origin: str | None = None  # the node that it continues with other tokens
     outcome: Outcome = "served"
     tools: Tools | None = None
     template_kwargs: TemplateKwargs = field(default_factory=JsonObject)
@@ -337,9 +337,8 @@ class Tree:
         return newest
 
 
-# The certificate's hash chain: one SHA-256 per node over its parent's hash and everything that a trainer computes
-# with. Ids are hashed as little-endian int32, log-probabilities as their float64 bits, so one flipped bit anywhere
-# breaks every later link.
+# The certificate's hash chain: one SHA-256 per node over its parent's and everything that a trainer computes with. Ids
+# are little-endian int32, log-probabilities float64: one flipped bit anywhere breaks every later link.
 _START = b"tokentrue certificate 1"
 
 

@@ -36,7 +36,7 @@ class Branch:
     template_kwargs: TemplateKwargs = field(default_factory=JsonObject)
     inserted: tuple[tuple[int, int], ...] | None = None
     entropy: Sequence[float | None] | None = None
-    projection: str = ""  # how the client's last request replayed the history: "exact", "reasoning_dropped", …
+    projection: str = ""  # how the last request replayed the history
     abandoned: str | None = None  # why no token of this branch's leaf is trained
 
 

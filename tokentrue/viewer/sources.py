@@ -263,7 +263,7 @@ def branch_from_tree(tree: Tree, sample: Sample, abandoned: str | None) -> Branc
         start = node.prompt_length - len(node.given_ids)
         inserted += [(start + span.start, start + span.end) for span in node.given_spans if span.message is None]
         entropy += [None] * len(node.given_ids)
-        # in nats, over the alternatives that the engine reported: a lower bound of the full entropy
+        # in nats, over the reported alternatives: a lower bound
         entropy += [
             -sum(math.exp(value) * value for value in top.values()) if len(top) > 1 else None
             for top in node.top_logprobs or [dict[int, float]()] * len(node.sampled_ids)

@@ -45,8 +45,8 @@ from tokentrue.sessions.requests import constraints_from
 from tokentrue.sessions.stages.generation import count_sampled, deltas_from_message
 from tokentrue.types import Delta, Message, Reply, Sampling
 
-SEALED = "sealed_reasoning"  # key in a part of a turn, before `join_turn`: the reasoning in its signatures
-PLAIN_RESULTS = ("output", "result", "error")  # the SDKs wrap a result that is not an object under one of these
+SEALED = "sealed_reasoning"  # in a part of a turn: the reasoning in its signatures
+PLAIN_RESULTS = ("output", "result", "error")  # SDKs wrap what is not an object in one
 SCHEMAS = ("parameters", "responseSchema", "parametersJsonSchema", "responseJsonSchema")
 OPAQUE = ("args", "response", "labels", "partMetadata", *SCHEMAS)  # fields whose keys are not the protocol's
 KINDS = ("text", "inline_data", "function_call", "function_response")  # of a part

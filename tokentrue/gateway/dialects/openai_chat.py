@@ -39,7 +39,7 @@ from tokentrue.sessions.stages.generation import chat_finish_reason, chat_usage
 from tokentrue.types import Message, Reply, TurnEvent
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-ROLES = ("system", "developer", "user", "assistant", "tool")  # tuples: what is compared with them may be unhashable
+ROLES = ("system", "developer", "user", "assistant", "tool")  # a tuple: what is compared may be unhashable
 TEXT_PARTS = ("text", "refusal")
 IMAGE_PARTS: Mapping[str, ReadImage] = {"image_url": lambda part, path: {**part, "field": path}}
 

@@ -57,7 +57,7 @@ TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 REASONING_PARTS = ("reasoning_text", "summary_text", "text")
 INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 NO_CALL = Delta()
-TURN = "turn"  # on a part of an assistant message: the node of this session that served it
+TURN = "turn"  # in a part of a message: the node that served it
 _ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]+)(?:_\d+)?")
 _INPUT_OPENS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _DECODABLE = re.compile(  # whole characters and escapes; both halves of a surrogate pair
@@ -85,7 +85,7 @@ class CustomInput:
 
     def __init__(self) -> None:
         self._text = ""
-        self._place: int | None = None  # start of the undecoded rest of `_text`; None before the string begins
+        self._place: int | None = None  # of the undecoded rest; None before the string
 
     def feed(self, arguments: str) -> str:
         self._text += arguments
@@ -261,8 +261,7 @@ class ResponsesEncoder(Encoder):
         logprobs: list[JsonObject] = []
         if self.head.options.logprobs:
             logprobs = reply_logprobs(reply, self.text_of)["content"]
-        # Only the last item of a turn without calls has the turn's status. With calls the position says nothing: in a
-        # whole reply, text sampled after a call precedes it.
+        # Only the last item has the turn's status, and none beside calls: a whole reply has later text before them.
         has_calls = any(item.kind == "call" for item in items)
         output: list[JsonObject] = []
         for item in items:

@@ -78,8 +78,8 @@ class Child:
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe(duplex=False)
         self.number, self.is_up = number, False
-        # An only child dies with a killed parent: the port and the journal's lock are free at once. Workers finish
-        # what they are generating; the next server waits for them (`StoreLock`).
+        # An only child dies with a killed parent: the port and the journal are free at once. Workers finish what they
+        # are generating; the next server waits for them.
         ends_with = signal.SIGKILL if is_only else signal.SIGTERM
         self.process = context.Process(target=_run_child, args=(serve, number, theirs, os.getpid(), ends_with))
         self.process.start()
@@ -121,7 +121,7 @@ class Dispatcher:
         for each in (public, *self._senders, *self.receivers):
             each.setblocking(False)
         self._next = itertools.cycle(range(workers))
-        self._silent: dict[socket.socket, float] = {}  # connections without a byte -> until when they are waited for
+        self._silent: dict[socket.socket, float] = {}  # without a byte yet -> waited for until
 
     @property
     def waits_for(self) -> list[socket.socket]:

@@ -28,7 +28,7 @@ from tokentrue.gateway.config import GatewayLimits
 
 BACKLOG = 4096
 IDLE_CONNECTION_S = 120
-MOST_PIPELINED = 64  # requests waiting for an earlier reply; all of one read are parsed at once
+MOST_PIPELINED = 64  # requests; all of one read are parsed at once
 FRAMING_PER_BODY_BYTE = 8  # a chunk of one byte has at least five bytes of framing
 
 

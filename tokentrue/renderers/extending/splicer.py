@@ -60,8 +60,8 @@ def find_boundary(codec: Codec, stops: Stops, request: ExtendRequest, render: Ma
             detail = f"the template writes {stop!r} {len(hits)} times at the end of the assistant's turn"
             raise ExtendError("ambiguous_stop", detail)
         if request.is_stop and (after := render.render_alone()).count(stop) == 1:
-            # This stop closes the turn only if nothing follows. The template's token in its place is not written again;
-            # it must also close the new message, otherwise it is the next turn's opener.
+            # This stop closes the turn only if nothing follows. The token in its place is not written again; it must also
+            # close the new message, otherwise it is the next turn's opener.
             before = after[: after.index(stop)]
             closer = next((literal for _, literal, _ in codec.split(render.rest) if literal), None)
             for literal, end in ends:

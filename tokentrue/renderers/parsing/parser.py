@@ -27,7 +27,7 @@ from tokentrue.types import Attempt, Delta, Ended, Ids, Parsed, Status, Tools
 
 _SPACE = " \t\r\n"
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ANCHOR_WINDOWS = (8, 48, 1024)  # tokens of the prompt's end that are searched for the turn's opening, a few tokens
+_ANCHOR_WINDOWS = (8, 48, 1024)  # tokens of the prompt's end, for the turn's opening
 
 
 @dataclass(slots=True)

@@ -94,7 +94,7 @@ def _break(match: re.Match[str]) -> str:
     return match[0][0] + BREAK + match[0][2:]
 
 
-_LOOKBEHIND = 128  # characters kept before the scanned place, for patterns that look behind
+_LOOKBEHIND = 128  # characters, for patterns
 _TRIM_AT = 1024
 
 

@@ -32,7 +32,7 @@ def read_address(store: str) -> Mapping[str, str]:
         found = {name: str(value) for name, value in conninfo_to_dict(store).items() if value is not None}
     except psycopg.ProgrammingError:
         found = {"host": "@"}
-    # A password with an unescaped @ or / ends up in the host, port or database name, which libpq quotes in its errors.
+    # A password with an unescaped @ or / ends up in what libpq quotes in its errors.
     port, place = found.get("port", ""), found.get("host", "") + found.get("dbname", "")
     if "@" in place or (port and not port.replace(",", "").isdecimal()):
         raise ConfigError(

@@ -45,13 +45,13 @@ _INSERT_NODE = f"""
 _INSERT_IMAGE = "INSERT INTO images(sha256, media_type, data) VALUES (?,?,?) ON CONFLICT (sha256) DO NOTHING"
 _REFER_TO_IMAGE = "INSERT INTO session_images(session, sha256) VALUES (?,?) ON CONFLICT (session, sha256) DO NOTHING"
 _OF_SESSION = "FROM images JOIN session_images ON session_images.sha256 = images.sha256 WHERE session_images.session=?"
-FIRST_TOKEN = 1  # fencing token of a new session: a number that grows with each owner
+FIRST_TOKEN = 1  # fencing token, which grows with each owner
 
 
 class SessionClaim:
     def __init__(self, session_id: str, turns: Sized, token: int) -> None:
         self.session_id, self.turns = session_id, turns  # the turns that its holder is generating
-        self.token = token  # the fencing token: who owned the session when it was claimed
+        self.token = token  # of the owner when it was claimed
         self.is_revoked = False
 
     def check(self) -> None:

@@ -51,8 +51,7 @@ CREATE INDEX IF NOT EXISTS sessions_by_group ON sessions(grp);
 CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions(state, ended);
 CREATE INDEX IF NOT EXISTS sessions_by_creation ON sessions(created, id)
 """
-# Notice a cut connection within seconds, and do not let a paused process's transaction keep its locks.
-# Values in the URL take precedence (`?connect_timeout=60`).
+# Notice a cut connection within seconds, and do not let a paused process keep locks. The URL takes precedence.
 CONNECT: JsonObject = {
     "connect_timeout": 5,
     "keepalives_idle": 5,

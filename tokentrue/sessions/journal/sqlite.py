@@ -27,8 +27,8 @@ class SqliteFile:
 
     def create(self) -> None:
         """Readable by its owner only; SQLite gives its other files the same mode."""
-        # Never open an existing file outside SQLite: closing it drops the POSIX locks that SQLite holds on it in this
-        # process, and a reader could then delete the WAL with the newest turns.
+        # Never open an existing file outside SQLite: closing it drops the locks that SQLite holds on it, and a reader
+        # could then delete the WAL with the newest turns.
         if self.in_memory or self._read_only:
             return
         try:
@@ -93,7 +93,7 @@ def _open(path: str) -> sqlite3.Connection:
 
 class _FileLock:
     def __init__(self, store: str | Path, suffix: str) -> None:
-        # Resolved: a link to the store or to its folder names the same store.
+        # A link to the store or to its folder names the same store.
         path = Path(f"{os.path.realpath(str(store).removeprefix('sqlite:'))}.{suffix}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,6 @@ class Choice:
         self._is_parsed = True
 
     async def _read(self, provider: Provider, session_id: str, feed: Callable[[Chunk], None] | None) -> None:
-        # Keep chunks as they arrive, in case the stream breaks off.
         final: Completion | None = None
         sampling = self.sampling
         if self._placeholders and provider.bans_tokens:
@@ -164,7 +163,7 @@ class Choice:
 
 
 def _parse(parse: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    # Sampled ids that the tokenizer does not know are the engine's error, not the client's.
+    # Unknown ids are the engine's error, not the client's.
     try:
         return parse(*args, **kwargs)
     except (RenderError, TokenContractError) as error:

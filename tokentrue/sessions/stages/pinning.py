@@ -57,8 +57,8 @@ class PinnedPrompts:
 
     def _find_prompt(self, sent: tuple[Message, ...], conversation: Conversation) -> tuple[Message, ...]:
         """Of the conversation that the messages after `sent` continue; else `sent`."""
-        # Of several continued equally far, take the one that was sent this very prompt. Otherwise the choice would be a
-        # guess, and a new conversation is better than the wrong one.
+        # Of several continued equally far, the one that was sent this very prompt. Any other would be a guess, and a
+        # new conversation is better than the wrong one.
         rest = conversation.facts[len(sent) :]
         roots = self._roots.get(_root_key(rest[0].message, conversation.tools_digest), ())
         found = {root.id: self.prompt(root) for root in roots if self._end_of_replay(root, rest, 0)}

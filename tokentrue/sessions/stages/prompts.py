@@ -138,7 +138,7 @@ async def _has_same_context(
             for settings in (root.template_kwargs, template_kwargs)
         ]
         short, long = sorted(renders, key=len)
-        # One continues where the other ends, or they differ only in the last token.
+        # They may differ in the last token.
         return long[: len(short) - 1] == short[:-1]
 
     return await run_by_size(compare, count_chars(messages))
