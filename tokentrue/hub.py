@@ -13,12 +13,8 @@ ANSWER_S = 5.0
 SMALL_MODEL = Path(__file__).parent / "assets" / "calculator"  # ships with the package; `calculator` names it, too
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # everything but weights
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
+    *("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json"),
+    *("merges.txt", "added_tokens.json"),
 )
 
 
@@ -113,10 +109,9 @@ def _download(model: str, reason: str | None, **options: Any) -> str:
         return str(snapshot_download(model, local_files_only=reason is not None, **options))
     except Exception as error:  # the library raises many kinds of error; users see one
         if reason is not None and isinstance(error, LocalEntryNotFoundError):
-            raise ConfigError(
-                f"model: {model!r} is neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason}); "
-                f"give a model's directory, or connect to {constants.ENDPOINT}"
-            ) from None
+            where = f"neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason})"
+            cure = f"give a model's directory, or connect to {constants.ENDPOINT}"
+            raise ConfigError(f"model: {model!r} is {where}; {cure}") from None
         raise ConfigError(f"model: cannot download {model!r}: {one_line(error)}") from error
 
 

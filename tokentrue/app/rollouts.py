@@ -82,9 +82,8 @@ def agent_settings(
 
 
 def plan_rollouts(config: RolloutConfig) -> list[Plan]:
-    tasks = load_environment(config.environment, config.options).tasks(
-        config.tasks, seed=config.seed, split=config.split
-    )
+    environment = load_environment(config.environment, config.options)
+    tasks = environment.tasks(config.tasks, seed=config.seed, split=config.split)
     return plan_groups(tasks, n=config.group_size, seed=config.seed)
 
 
@@ -118,10 +117,8 @@ class Recorder:
         if len(group) < self._sizes[rollout.plan.group]:
             return
         done = sorted(self._groups.pop(rollout.plan.group), key=lambda each: each.plan.index)
-        for file, rows in (
-            (self._samples, [sample for each in done for sample in each.samples]),
-            (self._rollouts, [describe_rollout(each) for each in done]),
-        ):
+        samples = [sample for each in done for sample in each.samples]
+        for file, rows in ((self._samples, samples), (self._rollouts, map(describe_rollout, done))):
             file.writelines(dumps(row) + b"\n" for row in rows)
             file.flush()
 
@@ -251,28 +248,25 @@ class RolloutRounds:
         errors = [rollout.error for rollout in rollouts if rollout.error is not None]
         is_empty = bool(rollouts) and not any(rollout.samples for rollout in rollouts)  # a rank may have no task
         if len(errors) > self.config.max_failed * len(rollouts) or is_empty:
-            first = errors[0] if errors else "no rollout made a sample"
-            raise EngineError(
-                f"round {number}: {len(errors)} of {len(rollouts)} rollouts failed (rollout.max_failed = "
-                f"{self.config.max_failed:g}); the first said: {first}"
-            )
+            first, most = errors[0] if errors else "no rollout made a sample", f"{self.config.max_failed:g}"
+            failed = f"{len(errors)} of {len(rollouts)} rollouts failed (rollout.max_failed = {most})"
+            raise EngineError(f"round {number}: {failed}; the first said: {first}")
         made = [[sample_from_json(sample) for rollout in group for sample in rollout.samples] for group in groups]
         return [group for group in made if group]
 
     async def _attempt(self, number: int, attempt: int, places: Sequence[int]) -> list[list[Rollout]]:
         """Attempt 0 runs the round's tasks, later ones other tasks in some of their places."""
-        again = (attempt,) if attempt else ()
-        tasks = self.environment.tasks(
-            self.config.tasks, seed=derive_seed(self.config.seed, number, *again), split=self.config.split
-        )
-        drawn = [task for place, task in enumerate(self._share.of(tasks)) if place in places]
+        again, config = (attempt,) if attempt else (), self.config
+        seed = derive_seed(config.seed, number, *again)
+        tasks = self._share.of(self.environment.tasks(config.tasks, seed=seed, split=config.split))
+        drawn = [task for place, task in enumerate(tasks) if place in places]
         tag = "-".join([f"round-{number:05d}", *map(str, again)])
-        plans = plan_groups(drawn, n=self.config.group_size, seed=self.config.seed, tag=tag)
+        plans = plan_groups(drawn, n=config.group_size, seed=config.seed, tag=tag)
         sessions = self._sessions
         if self._images is not None and isinstance(sessions, GatewaySessions):
             sessions = sessions.saving(self._images.folder(number))
-        play = player_in(self.environment, sessions, timeout_s=self.config.timeout_s)
-        groups = await run_groups(play, plans, concurrency=self.config.concurrency)
+        play = player_in(self.environment, sessions, timeout_s=config.timeout_s)
+        groups = await run_groups(play, plans, concurrency=config.concurrency)
         self._on_groups(groups)
         return groups
 

@@ -382,11 +382,11 @@ def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: 
         text += f": {span} sampled, the trainer has the weights of one; --policy-version N compares those of one alone"
     elif alarm:
         text += ": are these the weights, template and tokenizer that sampled? `tokentrue doctor` names the cause"
-    compared, trained, samples, all_samples = (
-        counts[name] for name in ("trained_tokens", "trained_tokens_in_file", "samples", "samples_in_file")
+    tokens_of, samples_of = (
+        f"{counts[name]:,} of {counts[f'{name}_in_file']:,}" for name in ("trained_tokens", "samples")
     )
-    if (compared, samples) != (trained, all_samples):
-        text += f"; compared {compared:,} of {trained:,} trained tokens, {samples:,} of {all_samples:,} samples"
+    if any(counts[name] != counts[f"{name}_in_file"] for name in ("trained_tokens", "samples")):
+        text += f"; compared {tokens_of} trained tokens, {samples_of} samples"
     return text, alarm
 
 
@@ -425,8 +425,7 @@ def report_from(
             ("K3 per token", f"{whole['corr/k3']:.3g}"),
             ("mean |δ|", f"{whole['delta/abs_mean']:.3g}"),
         ],
-        note="δ = trainer − rollout log-probability, r = exp(δ). Sessions are in this file with the worst sequences "
-        "first.",
+        note="δ = trainer − rollout log-probability, r = exp(δ). Sessions with the worst sequences come first.",
         charts=list(mismatch_charts(whole, steps)),
         facts=list(facts.items()),
         tables=[
@@ -446,11 +445,8 @@ def mismatch_charts(whole: Diagnosis, steps: Mapping[str, Diagnosis]) -> Iterato
         yield Chart(title=title, x_label="step", y_label="per token", labels=labels, series=series, log_y=True)
     for prefix, place in PLACES.items():
         found = {name.partition("/"): stat for name, stat in whole.metrics.statistics.items()}
-        bars = {
-            name[2]: stat.value
-            for name, stat in found.items()
-            if name[0] == prefix and isinstance(stat, Mean) and stat.count
-        }
+        means = {name: stat for name, stat in found.items() if isinstance(stat, Mean) and stat.count}
+        bars = {name: stat.value for (kind, _, name), stat in means.items() if kind == prefix}
         if any(bars.values()):
             series, labels, what = {"mean |δ|": list(bars.values())}, list(bars), "mean |δ|"
             yield Chart(title=f"|δ| by {place}", x_label=place, y_label=what, labels=labels, kind="bars", series=series)

@@ -61,7 +61,7 @@ def command(
                 listed = [summary for each in listed for summary in summarise_remote(opened, each)]
             answer: JsonObject = {"sessions": listed}
         elif action == "show":
-            answer = show_session(opened, name)
+            answer = opened.session_state(name)
         else:
             opened.delete_session(name)
             answer = {"deleted": name}
@@ -74,19 +74,6 @@ def command(
     else:
         print(f"session {name} and its tokens are deleted")
     return 0
-
-
-def show_session(opened: Client | JournalSource, name: str) -> JsonObject:
-    try:
-        return opened.session_state(name)
-    except SessionNotFound as error:
-        found = [each for each in session_ids(opened) if each.startswith(name)]
-        if len(found) == 1:
-            return opened.session_state(found[0])
-        if not found:
-            raise
-        listed = f"{', '.join(found[:3])}{', …' if len(found) > 3 else ''}"
-        raise SessionNotFound(f"{error}: {len(found)} begin with it: {listed}") from error
 
 
 def session_ids(opened: Client | JournalSource, group: str | None = None) -> Iterator[str]:

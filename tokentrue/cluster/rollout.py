@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -80,9 +81,8 @@ class RolloutActor:
 
     async def play(self, plan: Plan, gateways: Sequence[Any]) -> Rollout:
         """`gateways`: actor handles that can serve the session, the pinned one first."""
-        return await play_through(
-            self._environment, plan, lambda: find_gateway(gateways), self._config, self._admin_key
-        )
+        find = partial(find_gateway, gateways)
+        return await play_through(self._environment, plan, find, self._config, self._admin_key)
 
     def pid(self) -> int:
         return os.getpid()
@@ -153,14 +153,13 @@ class Fleet:
         gateway_class = self._ray.remote(**anywhere, max_concurrency=64, num_gpus=gpus)(GatewayActor)
         at_once = settings.rollout.concurrency
         worker_class = self._ray.remote(**anywhere, max_task_retries=-1, max_concurrency=at_once)(RolloutActor)
-        self.gateways = [
-            place(gateway_class, places, number).remote(serve_config(settings, number), admin_key)
-            for number in range(max(settings.gateways, len(places)))
-        ]
-        self.workers = [
-            place(worker_class, places, number).remote(settings.rollout, admin_key)
-            for number in range(max(settings.workers, len(places)))
-        ]
+
+        def start(kind: Any, count: int, given: Callable[[int], object]) -> list[Any]:
+            numbers = range(max(count, len(places)))
+            return [place(kind, places, number).remote(given(number), admin_key) for number in numbers]
+
+        self.gateways = start(gateway_class, settings.gateways, partial(serve_config, settings))
+        self.workers = start(worker_class, settings.workers, lambda _: settings.rollout)
         self._next_worker = itertools.cycle(self.workers)
 
     def gateways_for(self, plan: Plan) -> list[Any]:
@@ -193,9 +192,8 @@ def place(actor_class: Any, nodes: Sequence[str], number: int) -> Any:
         return actor_class
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return actor_class.options(
-        scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True)
-    )
+    strategy = NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True)
+    return actor_class.options(scheduling_strategy=strategy)
 
 
 def serve_config(settings: RolloutRun, number: int) -> ServeConfig:

@@ -77,10 +77,8 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
         if not is_utf8(task.task_id):
             raise ConfigError(f"tasks: the id {task.task_id!r} holds a lone surrogate; choose another id")
         group = f"{tag}/{task.task_id}" if tag else task.task_id
-        plans += [
-            Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=derive_seed(seed, group, i))
-            for i in range(n)
-        ]
+        for i in range(n):
+            plans.append(Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=derive_seed(seed, group, i)))
     return plans
 
 

@@ -46,11 +46,8 @@ def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[Jso
 def readable_message(message: Message) -> JsonObject:
     content: JsonValue = message.get("content") or ""
     if not isinstance(content, str):
-        parts: list[JsonValue] = list(content)
-        content = "\n".join(
-            str(part.get("text", f"[{part.get('type', 'part')}]")) if hasattr(part, "get") else str(part)
-            for part in parts
-        )
+        parts = (part if is_object(part) else {"text": part} for part in content)
+        content = "\n".join(str(part.get("text", f"[{part.get('type', 'part')}]")) for part in parts)
     shown: JsonObject = {"role": message.get("role", ""), "content": content}
     if reasoning := message.get("reasoning_content"):
         shown["reasoning"] = str(reasoning)

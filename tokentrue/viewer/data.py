@@ -168,11 +168,8 @@ class ViewerData:
     def mismatch(self) -> JsonObject:
         if not self._trainer:
             raise ConfigError(NO_TRAINER)
-        summaries, total = self.source.list_sessions(offset=0, limit=PAGE)
-        while len(summaries) < total:
-            more, _ = self.source.list_sessions(offset=len(summaries), limit=PAGE)
-            if not more:
-                break
+        summaries: list[SessionSummary] = []
+        while more := self.source.list_sessions(offset=len(summaries), limit=PAGE)[0]:
             summaries += more
         rows: list[Any] = []
         for summary in summaries:
@@ -189,10 +186,9 @@ class ViewerData:
     def _match(self, branch: Branch, wanted: str) -> JsonObject | None:
         for block in self._blocks(branch):
             message = cast("JsonObject", block.get("message") or {})
-            calls = " ".join(
-                f"{call['name']}({call['arguments']})" for call in cast("list[JsonObject]", message.get("calls") or ())
-            )
-            text = " ".join(filter(None, (message.get("reasoning"), message.get("content"), calls)))
+            calls: list[JsonObject] = message.get("calls") or []
+            texts = [message.get("reasoning"), message.get("content")]
+            text = " ".join(filter(None, [*texts, *(f"{call['name']}({call['arguments']})" for call in calls)]))
             at = text.casefold().find(wanted)
             if at >= 0:
                 shown = " ".join(text[max(0, at - AROUND) : at + len(wanted) + AROUND].split())

@@ -108,18 +108,9 @@ def nodes_from_samples(samples: Sequence[Sample]) -> list[JsonObject]:
     for sample in samples:
         parent: str | None = None
         for row in _node_rows(sample):
-            found.setdefault(
-                row.node,
-                {
-                    "id": row.node,
-                    "why": row.why,
-                    "projection": row.projection,
-                    "given_tokens": row.given,
-                    "sampled_tokens": row.sampled,
-                    "policy_versions": [version for *_, version in row.versions],
-                    "parent": parent,
-                },
-            )
+            node: JsonObject = {"id": row.node, "why": row.why, "projection": row.projection, "parent": parent}
+            node |= {"given_tokens": row.given, "sampled_tokens": row.sampled}
+            found.setdefault(row.node, {**node, "policy_versions": [version for *_, version in row.versions]})
             parent = row.node
         if parent is not None:
             found[parent]["finish"] = sample.finish_reason
@@ -204,13 +195,8 @@ class StoreSource(RecordSource):
 
 
 def summary_head(record: SessionRecord) -> SessionSummary:
-    return SessionSummary(
-        session_id=record.id,
-        group=record.group,
-        state=record.state,
-        created=record.created,
-        reward=record.rewards.session,
-    )
+    reward, same = record.rewards.session, {name: getattr(record, name) for name in ("group", "state", "created")}
+    return SessionSummary(session_id=record.id, reward=reward, **same)
 
 
 def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:

@@ -100,11 +100,9 @@ class CommandLineAgent:
         self.preset, self.sandbox = load_preset(asked.agent), asked.sandbox
         self.all_tasks = read_tasks(Path(asked.tasks))
         check_sandbox(asked.sandbox)
-        found = shutil.which(asked.program or self.preset.program)
-        if found is None:
-            raise ConfigError(
-                f"agent: {asked.program or self.preset.program!r} is not installed; {self.preset.install}"
-            )
+        program = asked.program or self.preset.program
+        if (found := shutil.which(program)) is None:
+            raise ConfigError(f"agent: {program!r} is not installed; {self.preset.install}")
         self._program = str(Path(found).absolute())
         self._directory = Path(asked.directory or tempfile.gettempdir()).resolve()
         for task in self.all_tasks:

@@ -154,9 +154,7 @@ def reward_from_harbor(folder: Path, result: CommandResult, command: str) -> flo
     if result.code is None:
         raise AgentError(f"score: {command!r} took longer than its time limit")
     for name, parse in (("reward.txt", float), ("reward.json", parse_reward_json)):
-        with suppress(
-            ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError, OverflowError
-        ):
+        with suppress(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
             if math.isfinite(number := parse(read_reward_file(folder, name))):
                 return number
     said = result.tail.strip()[-200:]

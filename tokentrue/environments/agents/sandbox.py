@@ -156,10 +156,8 @@ def folders_named_in(command: str) -> list[str]:
         return []
     files = [Path(word) for word in words if word.startswith("/") and Path(word).is_file()]
     folders = [path.parent.resolve() for path in files]  # a home directory may be named through a link
-    return [
-        str(folder / path.name if is_whole_home(folder) else folder)
-        for path, folder in zip(files, folders, strict=True)
-    ]
+    shown = zip(files, folders, strict=True)
+    return [str(folder / path.name if is_whole_home(folder) else folder) for path, folder in shown]
 
 
 def is_whole_home(folder: Path) -> bool:
