@@ -197,9 +197,8 @@ class Session:
     ) -> Reply:
         """An agent's next model call: the whole conversation in, the model's turn out."""
         kwargs, sampling = template_kwargs or {}, sampling or Sampling()
-        return (
-            await self.turn(TurnRequest(messages=messages, tools=tools, sampling=sampling, template_kwargs=kwargs))
-        )[0]
+        request = TurnRequest(messages=messages, tools=tools, sampling=sampling, template_kwargs=kwargs)
+        return (await self.turn(request))[0]
 
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:
         """The n replies to one request. Equal requests in flight share one turn: use `n` or different seeds for
@@ -358,10 +357,8 @@ class Session:
                 self._add_node(node)
         finally:
             self.tree.release(nodes)
-        return tuple(
-            commits.reply_from_node(node, choice.parsed, choice.completion)
-            for node, choice in zip(nodes, choices, strict=True)
-        )
+        pairs = zip(nodes, choices, strict=True)
+        return tuple(commits.reply_from_node(node, choice.parsed, choice.completion) for node, choice in pairs)
 
     def _add_node(self, node: Node) -> None:
         self.tree.add(node)

@@ -111,16 +111,10 @@ def renderer_for(
     def load(history: Literal["keep", "template"]) -> Renderer:
         from tokentrue.renderers import load_renderer
 
-        return load_renderer(
-            config.path or str(SMALL_MODEL),
-            config.chat_template,
-            dict(config.template_kwargs) or None,
-            history=history,
-            render_deadline=render_deadline,
-            injection=config.injection,
-            encode_cache_bytes=config.encode_cache_bytes,
-            extend_plans=config.extend_plans,
-        )
+        limits: JsonObject = {name: getattr(config, name) for name in ("encode_cache_bytes", "extend_plans")}
+        template = config.chat_template, dict(config.template_kwargs) or None, history, config.injection
+        path = config.path or str(SMALL_MODEL)
+        return load_renderer(path, *template, render_deadline=render_deadline, **limits)
 
     return load  # pyright: ignore[reportReturnType]
 
@@ -307,11 +301,9 @@ async def identify_model(config: ServeConfig) -> ServeConfig:
     ours = TokenIds(renderer_for(model)(model.history).encode_sampled(PROBE))
     for url, theirs in tokenised.items():
         if theirs != ours:
-            raise ConfigError(
-                f"the engine at {url} has another tokenizer than --model: a probe text gives {len(theirs)} ids there "
-                f"({theirs!r}) and {len(ours)} here ({ours!r}); give --model the directory or id of the model that the "
-                "engine serves"
-            )
+            found = f"a probe text gives {len(theirs)} ids there ({theirs!r}) and {len(ours)} here ({ours!r})"
+            cure = "give --model the directory or id of the model that the engine serves"
+            raise ConfigError(f"the engine at {url} has another tokenizer than --model: {found}; {cure}")
     return replace(config, model=model)
 
 

@@ -73,9 +73,7 @@ def report_from(found: ConformanceReport, target: str) -> Report:
     from tokentrue.viewer import Report, ReportTable
 
     shown, again = found.to_json(), f"tokentrue conformance {target}"
-    findings = [
-        (one["rule"], one["severity"], one["detail"], f"{again} {one['replay']}") for one in shown["findings"]
-    ]
+    findings = [(one["rule"], one["severity"], one["detail"], f"{again} {one['replay']}") for one in shown["findings"]]
     talks = [(one["case"], "\n".join(one["conversation"])) for one in shown["findings"] if one["conversation"]]
     levels: list[tuple[str, ...]] = []
     for one in shown["levels"]:

@@ -208,8 +208,7 @@ def _script(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[IndexPa
     trace = _search(left, right) if left and right else None
     if trace is not None:
         return _backtrack(trace, len(left), len(right))
-    replaced: list[IndexPair] = [(n, None) for n in range(len(left))]
-    return replaced + [(None, n) for n in range(len(right))]
+    return [*((n, None) for n in range(len(left))), *((None, n) for n in range(len(right)))]
 
 
 def _search(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[dict[int, int]] | None:

@@ -129,6 +129,7 @@ class Conversation(Sequence[Message]):
             note_calls(calls, index, read.call_ids)
             keys.append(key)
             references.append(reference)
+        added = sum(read.size for read in facts) + sum(map(len, map(memoryview, sources)))
         return replace(
             self,
             facts=[*self.facts, *facts],
@@ -137,9 +138,7 @@ class Conversation(Sequence[Message]):
             calls=calls,
             sources=[*self.sources, *sources],
             ends=[*self.ends, *ends],
-            messages_size=self.messages_size
-            + sum(read.size for read in facts)
-            + sum(map(len, map(memoryview, sources))),
+            messages_size=self.messages_size + added,
         )
 
     def replace_first(self, length: int, messages: Messages) -> Conversation:

@@ -123,10 +123,9 @@ class CompletionBuilder:
         versions: Sequence[VersionSpan] | None = None,
     ) -> Completion:
         """`finish` is the engine's word, `prompt_tokens` its count."""
-        if finish is None:
-            raise EngineContractError(f"{self.engine} ended its answer without a finish reason")
         if finish not in set(Finish):
-            raise EngineContractError(f"{self.engine} ended with an unknown finish reason {finish!r}")
+            reason = "without a finish reason" if finish is None else f"with an unknown finish reason {finish!r}"
+            raise EngineContractError(f"{self.engine} ended its answer {reason}")
         if prompt_tokens is None and self._must_count:
             raise EngineContractError(f"{self.engine} did not count the tokens of a prompt with images")
         if prompt_tokens is not None and prompt_tokens != len(self.prompt_ids):
@@ -172,8 +171,7 @@ def collapse_images(engine: str, ids: TokenIds, images: Sequence[PromptImage]) -
 
 
 def refuse_unknown_extra(engine: str, sampling: Sampling, known: frozenset[str]) -> None:
-    unknown = sorted(set(sampling.extra) - known)
-    if unknown:
+    if unknown := sorted(set(sampling.extra) - known):
         supported = ", ".join(sorted(known)) or "none"
         raise SamplingError(f"engine {engine!r} does not support {', '.join(unknown)}; it takes: {supported}")
 

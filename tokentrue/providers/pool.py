@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tokentrue.errors import (
     ConfigError,
@@ -40,6 +40,7 @@ from tokentrue.providers.building import CompletionBuilder
 from tokentrue.routing_replay import join_masks_if_whole, join_routing
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, spans_from_runs
 
+T = TypeVar("T")
 RESUMABLE = (EngineUnreachable, EngineTimeout)
 RESUMPTIONS = 8  # of one generation
 GIVE_UP_S = 600.0  # after a generation's start
@@ -93,11 +94,8 @@ class Pool(Streaming):
         """Pauses, and aborts generations at engines that must be idle to load weights, until `resume()`. Returns their
         number."""
         self.pause()
-        return sum(
-            await asyncio.gather(
-                *(replica.interrupt() for replica in self._replicas if isinstance(replica, Interruptible))
-            )
-        )
+        engines = [replica for replica in self._replicas if isinstance(replica, Interruptible)]
+        return sum(await asyncio.gather(*(engine.interrupt() for engine in engines)))
 
     async def stream(
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False, **images: Any
@@ -239,8 +237,7 @@ class Pool(Streaming):
         return sorted((i for i in range(len(self._replicas)) if i not in self._stale), key=rank, reverse=True)
 
     def _choose(self, session: str | None) -> int:
-        order = self.order(session)
-        if not order:
+        if not (order := self.order(session)):
             raise EngineUnreachable("no engine has the last published weights; publish again, or restart them")
         return order[0]
 
@@ -296,16 +293,19 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
         for piece in pieces:
             spans = [(span.end - span.start, span.version) for span in piece.versions]
             runs += spans or [(len(piece.token_ids), UNVERSIONED)]
-    tops = [piece.top_logprobs for piece in pieces]
-    raws = [piece.raw_logprobs for piece in pieces]
+
+    def join(parts: Sequence[Sequence[T] | None]) -> tuple[T, ...] | None:
+        known = [part for part in parts if part is not None]
+        return tuple(item for part in known for item in part) if len(known) == len(parts) else None
+
     return replace(
         pieces[-1],
         token_ids=TokenIds.concat(piece.token_ids for piece in pieces),
         logprobs=tuple(x for piece in pieces for x in piece.logprobs),
         versions=spans_from_runs(runs),
         prompt_tokens=len(prompt_ids),
-        top_logprobs=tuple(x for top in tops for x in top or ()) if None not in tops else None,
-        raw_logprobs=tuple(x for raw in raws for x in raw or ()) if None not in raws else None,
+        top_logprobs=join([piece.top_logprobs for piece in pieces]),
+        raw_logprobs=join([piece.raw_logprobs for piece in pieces]),
         routed_experts=_join_routing(pieces, len(prompt_ids)),
         sampling_mask=join_masks_if_whole([piece.sampling_mask for piece in pieces]),
         prompt_digest=prompt_ids.sha256(),

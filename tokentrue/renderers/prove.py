@@ -15,6 +15,7 @@ from tokentrue.renderers.renderer import Case, Proof, Renderer
 from tokentrue.types import Extension, Message, Refusal, Tool
 
 ROLES = ("user", "tool", "tools", "system", "assistant")
+SHOWN = {"proven", "history"}
 TOOLS: tuple[Tool, ...] = tuple(
     {
         "type": "function",
@@ -70,15 +71,8 @@ SHAPES: dict[str, tuple[Message, ...]] = {
     "reasoned call": (_user("za"), make_calls("zlastz", **THOUGHT)),
     "chain of calls": (_user("za"), make_calls("zb", first=2), _result("zc", 2), make_calls("zlastz")),
     "long chain": (
-        *(
-            SYSTEM,
-            _user("za"),
-            make_calls("zb", first=2),
-            _result("zc", 2),
-            make_calls("zd", first=4),
-            _result("ze", 4),
-        ),
-        *(_turn("zf"), _user("zg"), make_calls("zlastz")),
+        *(SYSTEM, _user("za"), make_calls("zb", first=2), _result("zc", 2)),
+        *(make_calls("zd", first=4), _result("ze", 4), _turn("zf"), _user("zg"), make_calls("zlastz")),
     ),
     "two calls": (_user("za"), make_calls("zb", "zlastz")),
     "chain of two calls": (
@@ -111,9 +105,8 @@ ADDED: dict[str, dict[str, tuple[Message, ...]]] = {
 
 
 def prove(renderer: Renderer) -> Proof:
-    cases = tuple(
-        _run_case(renderer, role, shape, new) for role, shapes in ADDED.items() for shape, new in shapes.items()
-    )
+    trials = [(role, shape, new) for role, shapes in ADDED.items() for shape, new in shapes.items()]
+    cases = tuple(_run_case(renderer, *trial) for trial in trials)
     judged = {role: _judge_role([case for case in cases if case.role == role]) for role in ROLES}
     shows_tools = _shows_tools(renderer)
     stops = renderer.stops
@@ -134,10 +127,8 @@ def prove(renderer: Renderer) -> Proof:
 
 def _judge_role(cases: Sequence[Case]) -> tuple[str, str]:
     found = {case.outcome for case in cases}
-    reasons = "; ".join(
-        f"{case.shape}: {case.why}" for case in cases if case.outcome in {"refused", "unsupported", "wrong"}
-    )
-    if "wrong" in found or not found & {"proven", "history"}:
+    reasons = "; ".join(f"{case.shape}: {case.why}" for case in cases if case.outcome not in SHOWN)
+    if "wrong" in found or not found & SHOWN:
         return "refused", reasons
     return ("history" if "history" in found else "proven"), reasons
 
@@ -203,7 +194,7 @@ def find_truth(
 
 
 def _find_boundary(renderer: Renderer, role: str, cases: Sequence[Case]) -> str | None:
-    case = next((case for case in cases if case.role == role and case.outcome in {"proven", "history"}), None)
+    case = next((case for case in cases if case.role == role and case.outcome in SHOWN), None)
     if case is None:
         return None
     history, new = SHAPES[case.shape], ADDED[role][case.shape]
@@ -215,11 +206,9 @@ def _find_boundary(renderer: Renderer, role: str, cases: Sequence[Case]) -> str 
 
 
 def _check_rewrites(renderer: Renderer, role: str, cases: Sequence[Case]) -> bool:
-    shapes = [case.shape for case in cases if case.role == role and case.outcome in {"proven", "history"}]
+    added = {case.shape: ADDED[role][case.shape] for case in cases if case.role == role and case.outcome in SHOWN}
     try:
-        return any(
-            renderer.rewrites(SHAPES[shape], ADDED[role][shape], _choose_tools(SHAPES[shape])) for shape in shapes
-        )
+        return any(renderer.rewrites(SHAPES[each], new, _choose_tools(SHAPES[each])) for each, new in added.items())
     except TokenTrueError:  # cannot render the conversation with nothing after the turn: nothing to compare
         return False
 

@@ -136,8 +136,7 @@ def constraints_from(
     if format_ is not None and format_.get("type") != "text":
         if format_.get("type") not in ("json_object", "json_schema"):
             raise MessageError(f"type {echo(format_.get('type'))} is not supported", field="response_format.type")
-        declared = cast("JsonObject", format_["json_schema"]) if isinstance(format_.get("json_schema"), dict) else {}
-        if format_["type"] == "json_schema" and not isinstance(declared.get("schema"), dict):
+        if format_["type"] == "json_schema" and not isinstance(read_object(format_, "json_schema").get("schema"), dict):
             raise MessageError("must have a JSON schema", field="response_format.json_schema.schema")
         if "tool_choice" in extra:
             raise MessageError("cannot be enforced with tool_choice; send one of them", field="response_format")
@@ -145,9 +144,12 @@ def constraints_from(
     return extra, tools
 
 
+def read_object(outer: JsonObject, name: str) -> JsonObject:
+    return cast("JsonObject", outer[name]) if isinstance(outer.get(name), dict) else {}
+
+
 def named_choice(choice: JsonObject, tools: tuple[JsonObject, ...]) -> JsonObject:
-    function = cast("JsonObject", choice["function"]) if isinstance(choice.get("function"), dict) else {}
-    name = function.get("name")
+    name = read_object(choice, "function").get("name")
     if choice.get("type") != "function" or not isinstance(name, str):
         raise MessageError("must be 'auto', 'none', 'required' or a named function", field="tool_choice")
     if all(tool["function"]["name"] != name for tool in tools):

@@ -70,15 +70,11 @@ def message_end(head: RequestHead, reply: Reply) -> JsonObject:
         reason = "tool_use"
     else:
         reason = "stop_sequence" if isinstance(by, str) else "end_turn"
+    usage = {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.completion.token_ids)}
     return {
         "stop_reason": reason,
         "stop_sequence": by if isinstance(by, str) and by in head.sampling.stop else None,
-        "usage": {
-            "input_tokens": reply.prompt_tokens,
-            "output_tokens": len(reply.completion.token_ids),
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-        },
+        "usage": {**usage, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0},
     }
 
 

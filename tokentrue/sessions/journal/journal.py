@@ -246,9 +246,8 @@ class Journal:
     def _delete_sessions(self, db: Database, session_ids: Sequence[str]) -> None:
         images: set[str] = set()
         for session_id in session_ids:
-            images.update(
-                row[0] for row in db.execute("SELECT sha256 FROM session_images WHERE session=?", (session_id,))
-            )
+            found = db.execute("SELECT sha256 FROM session_images WHERE session=?", (session_id,))
+            images.update(row[0] for row in found)
             if not db.execute("DELETE FROM sessions WHERE id=?", (session_id,)).rowcount:
                 raise SessionNotFound(f"no session {session_id!r}")
         for image in sorted(images):  # in the order of writers: none waits for another in a circle
@@ -387,11 +386,8 @@ class Writer:
                     outcomes.append((future, *self._write_one(write)))
             self._connection.execute("COMMIT")
         except BaseException as error:  # the transaction failed as a whole: none of its writes may be acknowledged
-            outcomes = [
-                (future, None, _typed(error))
-                for _, future in group
-                if future.running() or future.set_running_or_notify_cancel()
-            ]
+            futures = [future for _, future in group if future.running() or future.set_running_or_notify_cancel()]
+            outcomes = [(future, None, _typed(error)) for future in futures]
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         for future, result, error in outcomes:

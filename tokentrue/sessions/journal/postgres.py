@@ -178,10 +178,8 @@ class PostgresJournal(Journal):
                 if not read_only:
                     create_schema(connection)
                 elif connection.execute("SELECT to_regclass('sessions')").fetchone()[0] is None:
-                    raise JournalError(
-                        f"no journal at {self.target}: the database has no sessions table; "
-                        "give what `serve --store` was given"
-                    )
+                    cure = "give what `serve --store` was given"
+                    raise JournalError(f"no journal at {self.target}: the database has no sessions table; {cure}")
                 reader = opened.enter_context(closing(Connection(target, read_only=True)))
                 if not read_only:
                     self._lease = Lease(target, name=name, address=address, length_s=lease_s)
@@ -231,11 +229,8 @@ class PostgresJournal(Journal):
         """Locks the session's row until the transaction ends."""
         if claim is None:
             return
-        held = db.execute(
-            "SELECT 1 FROM sessions WHERE id=? AND owner=? AND token=? FOR UPDATE",
-            (session_id, self._name, claim.token),
-        )
-        if held.fetchone() is None:
+        sql = "SELECT 1 FROM sessions WHERE id=? AND owner=? AND token=? FOR UPDATE"
+        if db.execute(sql, (session_id, self._name, claim.token)).fetchone() is None:
             raise find_owner(db, session_id)
 
 
