@@ -238,7 +238,9 @@ class Pool(Streaming):
 
     def _choose(self, session: str | None) -> int:
         if not (order := self.order(session)):
-            raise EngineUnreachable("no engine has the last published weights; publish again, or restart them")
+            raise EngineUnreachable(
+                "no engine has the weights that were published last; publish again, or restart the engines"
+            )
         return order[0]
 
 

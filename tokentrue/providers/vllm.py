@@ -221,7 +221,9 @@ class VLLMProvider(RemoteEngine):
             self._takes_images = self._has_token_route and b'"content_parts"' in known
         if not self._takes_images:
             cure = "vLLM 0.28 or newer, started with --enable-scale-out"
-            raise EngineRejected(f"vllm at {self.url} takes images only over /inference/v1/generate: {cure}")
+            raise EngineRejected(
+                f"vllm at {self.url} takes images only as content_parts of /inference/v1/generate: {cure}"
+            )
 
     def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> VLLMAnswer:
         return VLLMAnswer(self, builder, sampling)
