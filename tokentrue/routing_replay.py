@@ -41,9 +41,7 @@ class RoutedExperts:
         if len(self.data) != 2 * count:
             raise TokenContractError(f"routed experts: {len(self.data)} bytes do not make int16 of shape {self.shape}")
         if self.weights is not None and len(self.weights) != 4 * count:
-            raise TokenContractError(
-                f"routed experts: {len(self.weights)} bytes are no float32 weights of shape {self.shape}"
-            )
+            raise TokenContractError(f"routed experts: {len(self.weights)} bytes, weights of shape {self.shape}")
         if self.start < 0:
             raise TokenContractError(f"routed experts: start at position {self.start}")
 

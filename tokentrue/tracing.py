@@ -87,11 +87,8 @@ def trace_request(name: str, headers: Iterable[tuple[bytes, bytes]]) -> Generato
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    carrier = {
-        key.decode("latin-1"): value.decode("latin-1")
-        for key, value in headers
-        if key in (b"traceparent", b"tracestate")
-    }
+    given = [(key, value) for key, value in headers if key in (b"traceparent", b"tracestate")]
+    carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in given}
     parent = TraceContextTextMapPropagator().extract(carrier)
     with _span(name, context=parent, kind=SpanKind.SERVER):
         yield

@@ -72,9 +72,8 @@ class TrainRun:
                     raise ConfigError(f"evaluation.{key}: has no effect with samples; leave one of them out")
         elif self.train.exact and self.engine.name != "exact":
             find_address(self.engine.name)
-            raise ConfigError(
-                f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use engine exact"
-            )
+            cure = "set train.exact=false, or use the exact engine"
+            raise ConfigError(f"train.exact: engine {self.engine.name!r} is not exact; {cure}")
 
     @property
     def model_path(self) -> str:

@@ -215,10 +215,8 @@ class Conversations:
             raise MessageError("at least one message is needed", field="messages")
         sources = list(map(own_source, own))
         base = self.find("", sources)
-        ends = range(len(base) + 1, len(own) + 1)
-        return ParsedConversation(
-            base=base, messages=own[len(base) :], sources=sources[len(base) :], ends=ends, tools=tools
-        )
+        ends, new = range(len(base) + 1, len(own) + 1), slice(len(base), None)
+        return ParsedConversation(base=base, messages=own[new], sources=sources[new], ends=ends, tools=tools)
 
     def find(self, format: str, sources: Sequence[Raw]) -> Conversation:
         """The longest prefix of `sources` that a cached conversation of dialect `format` has."""

@@ -164,9 +164,8 @@ class VLLMProvider(RemoteEngine):
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
         """Cached keys and values are recomputed, or left to the requests of their salt."""
-        await self._post(
-            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}}
-        )
+        where = {"weights_path": str(written.directory)}
+        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": where})
         if self._salt is not None:
             self._salt = f"{written.version}.{uuid4().hex}"
         else:
@@ -241,9 +240,8 @@ class VLLMProvider(RemoteEngine):
             raise EngineContractError(f"{self.url}/v1/models names no model")
         found = next((model for model in served if self._model in (None, model.id)), None)
         if found is None:
-            raise EngineContractError(
-                f"vllm at {self.url} serves {', '.join(model.id for model in served)}, not {self._model}"
-            )
+            names = ", ".join(model.id for model in served)
+            raise EngineContractError(f"vllm at {self.url} serves {names}, not {self._model}")
         return found
 
     async def _probe_token_route(self) -> bool:

@@ -182,9 +182,8 @@ class Renderer:
             opening = self.render([{"role": "user", "content": "x"}]).token_ids
         except TokenTrueError:  # the template needs more than one user turn: the opening is unknown
             opening = EMPTY
-        return compile_grammar(
-            self.codec.spelling, self.family, stop_token_ids=self.stop_token_ids, generation_ids=opening
-        )
+        stops = self.stop_token_ids
+        return compile_grammar(self.codec.spelling, self.family, stop_token_ids=stops, generation_ids=opening)
 
     def call_tag(self, tools: Tools, *, name: str | None = None) -> JsonMapping | Refusal:
         """Structural tag that makes an engine sample at least one call of these tools (only of `name`, if given)."""

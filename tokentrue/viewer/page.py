@@ -47,12 +47,7 @@ HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),
 ]
-STATUS: Mapping[type[TokenTrueError], int] = {
-    SessionNotFound: 404,
-    InputError: 422,
-    AuditError: 422,
-    TokenTrueError: 500,
-}
+STATUS: Mapping[type[Exception], int] = {SessionNotFound: 404, InputError: 422, AuditError: 422, TokenTrueError: 500}
 
 
 def create_app(data: ViewerData | GatewayData) -> ASGIApp:

@@ -317,9 +317,8 @@ class Google(Dialect):
         if content.role == "model":
             return (self._model_message(content.parts, path),)
         if content.role in ("user", "function"):
-            return user_and_tool_messages(
-                user_part(part, f"{path}.parts[{index}]") for index, part in enumerate(content.parts)
-            )
+            parts = enumerate(content.parts)
+            return user_and_tool_messages(user_part(part, f"{path}.parts[{index}]") for index, part in parts)
         message = f"role {echo(content.role)} is not supported; use 'user' or 'model'"
         raise MessageError(message, field=f"{path}.role")
 

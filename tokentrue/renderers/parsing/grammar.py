@@ -103,9 +103,8 @@ class Grammar:
 def compile_grammar(pieces: TokenBytes, family: Family, *, stop_token_ids: Ids, generation_ids: Ids = ()) -> Grammar:
     declared = family.response_template or PLAIN
     try:
-        template = cast("Any", response_templates).load_response_template(
-            json.loads(json.dumps(declared, default=dict))
-        )
+        plain = json.loads(json.dumps(declared, default=dict))
+        template = cast("Any", response_templates).load_response_template(plain)
     except (ValueError, TypeError, KeyError) as error:
         raise TemplateError(f"response_template: not a valid response template: {error}") from error
     named = str(declared)

@@ -206,7 +206,7 @@ class Journal:
                     done = db.execute(_INSERT_NODE, (*values, row_digest(values), *known))
                 except sqlite3.IntegrityError as error:
                     raise SessionConflict(
-                        f"another process writes session {session_id!r}: {row.seq} is taken"
+                        f"another process writes session {session_id!r}: sequence number {row.seq} is taken"
                     ) from error
                 if done.rowcount != 1:
                     if load_record(db, session_id).state != "open":

@@ -99,9 +99,7 @@ class _FileLock:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise JournalError(
-                f"cannot open the journal {store}: {error}; give a writable path, or --store memory"
-            ) from error
+            raise JournalError(f"cannot open the journal {store}: {error}; give a writable path") from error
 
     def lock(self, operation: int) -> bool:
         """False if another process, or another object of this one, holds it."""
