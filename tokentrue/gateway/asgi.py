@@ -112,11 +112,14 @@ async def read_body(scope: Scope, receive: Receive, limit: int, take: Callable[[
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def send_json(send: Send, status: int, value: Any, *headers: tuple[bytes, bytes]) -> None:
-    body = encode(value)
+async def send_bytes(send: Send, status: int, body: bytes, headers: RawHeaders) -> None:
     length = (b"content-length", b"%d" % len(body))
-    await send({"type": "http.response.start", "status": status, "headers": [JSON, *headers, length]})
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, status: int, value: Any, *headers: tuple[bytes, bytes]) -> None:
+    await send_bytes(send, status, encode(value), [JSON, *headers])
 
 
 async def answer_errors(
