@@ -60,9 +60,13 @@ class MeteredProvider(Streaming):
     """Measures the engine's time; sets the version of /admin/version if the engine reports none."""
 
     def __init__(self, inner: EngineControl) -> None:
-        self.inner, self.name = inner, inner.name
+        self.inner = inner
         self.version = UNVERSIONED
         self._adapting = inner if isinstance(inner, Adapting) else None
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
