@@ -1,7 +1,6 @@
 """tokentrue: every token that the model sampled reaches the trainer bit for bit, exactly once.
 
-Importing this package imports neither torch nor the network; names are loaded when first used.
-"""
+Importing this package imports neither torch nor the network; names are loaded when first used."""
 
 from __future__ import annotations
 

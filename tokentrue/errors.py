@@ -29,8 +29,7 @@ TokenTrueError
 ├── TokenContractError      recorded ids, log-probabilities or spans do not fit together: always a bug, never repaired
 ├── AuditError              a certificate, mask or log-probability of an exported sample does not hold
 ├── TrainingError           a run that cannot continue: nothing to learn from, numbers that are not finite, stale weights
-└── ExactnessError          two numbers that must be equal in bits are not, or an operator has no exact form
-"""
+└── ExactnessError          two numbers that must be equal in bits are not, or an operator has no exact form"""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class TokenTrueError(Exception):
-    """Root of every exception that tokentrue raises deliberately. `code` is stable and machine-readable, `status` the
-    gateway's HTTP status."""
+    """Root of every exception that tokentrue raises deliberately. `code` is stable, `status` the gateway's HTTP status."""
 
     code = "error"
     status = 500
@@ -136,8 +134,7 @@ class KeyConflict(SessionConflict):
 
 
 class LimitExceeded(SessionError):
-    """A size, count or age. With `retry_after_s` the limit is on work in flight, and the same request may succeed
-    later."""
+    """With `retry_after_s` the limit is on work in flight, and the same request may succeed later."""
 
     code = "limit_exceeded"
     status = 413
@@ -172,8 +169,7 @@ class EngineRejected(EngineError):
 
 
 class PromptTooLong(EngineRejected):
-    """The code is OpenAI's and "prompt is too long" is Anthropic's: agents look for them and shorten the
-    conversation."""
+    """OpenAI's code and Anthropic's "prompt is too long": agents look for them and shorten the conversation."""
 
     code = "context_length_exceeded"
     status = 400

@@ -1,4 +1,4 @@
-"""Locates and loads a model's files: a directory, the name of the model that ships with the package, or a hub id."""
+"""Locates and loads a model: a directory, the name of the one that ships with the package, or a hub id."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ ANSWER_S = 5.0
 SMALL_MODEL = Path(__file__).parent / "assets" / "calculator"  # ships with the package; `calculator` names it, too
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # everything but weights
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
+    *("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json"),
+    *("merges.txt", "added_tokens.json"),
 )
 
 
 def check_model(model: str | Path) -> None:
-    """Raises if `model` is neither a hub id nor a directory with a tokenizer. Loads nothing."""
+    """Raises if `model` is neither a hub id nor a directory with a tokenizer."""
     if folder := find_directory(model):
         require_tokenizer(model, folder)
 
@@ -36,8 +32,7 @@ def require_tokenizer(model: str | Path, folder: Path) -> None:
 
 
 def load_causal_model(model: str | Path, *, dtype: str, **options: Any) -> Any:
-    """Loads to host memory, with the vision tower where transformers has no decoder without it. `options` are those
-    of transformers."""
+    """To host memory, with the vision tower where transformers has no decoder without it."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = type(load_config(model))
@@ -61,7 +56,7 @@ def _load(kind: Any, model: str | Path, **options: Any) -> Any:
 
 
 @contextmanager
-def _without_progress_bar(*, is_local: bool) -> Generator[None, None, None]:
+def _without_progress_bar(*, is_local: bool) -> Generator[None]:
     from transformers.utils import logging
 
     hidden = is_local and logging.is_progress_bar_enabled()
@@ -106,7 +101,7 @@ def find_directory(model: str | Path) -> Path | None:
 
 
 def _download(model: str, reason: str | None, **options: Any) -> str:
-    """`reason` says why the hub is unreachable; None if it is reachable."""
+    """`reason`: why the hub is unreachable."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -114,10 +109,9 @@ def _download(model: str, reason: str | None, **options: Any) -> str:
         return str(snapshot_download(model, local_files_only=reason is not None, **options))
     except Exception as error:  # the library raises many kinds of error; users see one
         if reason is not None and isinstance(error, LocalEntryNotFoundError):
-            raise ConfigError(
-                f"model: {model!r} is neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason}); "
-                f"give a model's directory, or connect to {constants.ENDPOINT}"
-            ) from None
+            where = f"neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason})"
+            cure = f"give a model's directory, or connect to {constants.ENDPOINT}"
+            raise ConfigError(f"model: {model!r} is {where}; {cure}") from None
         raise ConfigError(f"model: cannot download {model!r}: {one_line(error)}") from error
 
 

@@ -153,7 +153,7 @@ def _view_of_bytes(data: bytes) -> memoryview:
 
 
 def _bytes_of(view: memoryview) -> bytes:
-    """The object itself if the view covers it whole, else a copy."""
+    """No copy if the view covers its object."""
     whole = view.obj
     return whole if isinstance(whole, bytes) and len(whole) == view.nbytes else view.tobytes()
 

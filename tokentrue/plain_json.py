@@ -36,7 +36,7 @@ _EXACT_MARK = b" "
 
 
 def dumps(value: JsonValue) -> bytes:
-    """Keeps the order of keys. Written by orjson where that is exact, else by the standard library and marked."""
+    """Keeps the order of keys. By orjson where that is exact, else by the standard library, and marked."""
     try:
         return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
     except TypeError:
@@ -53,9 +53,9 @@ def loads(data: bytes) -> JsonValue:
 
 
 def read_numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a JSON-lines file that are not blank, numbered from 1."""
-    # Bytes, not text: a line that a crash cut inside a character is only that line's error, and `str.splitlines` also
-    # cuts at U+2028, U+0085 and six more characters, which JSON strings hold as they are.
+    """The lines that are not blank, numbered from 1."""
+    # Bytes: a character that a crash cut is only its line's error, and `str.splitlines` also cuts at U+2028, U+0085 and
+    # six more characters, which JSON strings hold as they are.
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -91,7 +91,7 @@ def _too_deep(field: str) -> MessageError:
 
 
 def freeze(value: JsonValue, field: str, levels: int = MAX_DEPTH) -> JsonValue:
-    """A copy of plain dicts, lists, strings and numbers: later changes by the caller do not affect it."""
+    """A copy of plain dicts, lists, strings and numbers."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
@@ -122,13 +122,12 @@ def digest(*values: JsonValue) -> bytes:
 
 
 def echo(value: object) -> str:
-    """A foreign value in an error."""
     return repr(value)[:40]
 
 
 # Conversion of foreign values to typed records; errors name the field and what it must be.
 def convert(value: Any, type_: type[T], path: str = "", *, strict: bool = True) -> T:
-    """`path` names the value in errors. With `strict=False` numbers and booleans may be text, as in a query string."""
+    """With `strict=False` numbers and booleans may be text, as in a query string."""
     try:
         return msgspec.convert(value, type_, strict=strict)
     except msgspec.ValidationError as error:
@@ -162,7 +161,7 @@ def join_path(path: str, name: str) -> str:
 
 
 def literals(type_: Any, name: str) -> list[str]:
-    """The values that the Literal `type_`, or its field `name`, allows."""
+    """What the Literal `type_`, or its field `name`, allows."""
     field = name.partition("[")[0]
     hint = get_type_hints(type_).get(field) if field and isinstance(type_, type) else type_
     if get_origin(hint) is Literal:

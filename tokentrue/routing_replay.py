@@ -41,9 +41,7 @@ class RoutedExperts:
         if len(self.data) != 2 * count:
             raise TokenContractError(f"routed experts: {len(self.data)} bytes do not make int16 of shape {self.shape}")
         if self.weights is not None and len(self.weights) != 4 * count:
-            raise TokenContractError(
-                f"routed experts: {len(self.weights)} bytes do not make float32 weights of shape {self.shape}"
-            )
+            raise TokenContractError(f"routed experts: {len(self.weights)} bytes, weights of shape {self.shape}")
         if self.start < 0:
             raise TokenContractError(f"routed experts: start at position {self.start}")
 
@@ -138,13 +136,11 @@ class TopLogprobs(SamplingMask):
     def __post_init__(self) -> None:
         SamplingMask.__post_init__(self)
         if len(self.logprobs) != 8 * len(self.token_ids):
-            raise TokenContractError(
-                f"top log-probabilities: {len(self.logprobs)} bytes do not make float64 for {len(self.token_ids)} ids"
-            )
+            raise TokenContractError(f"top log-probabilities: {len(self.logprobs)} bytes, {len(self.token_ids)} ids")
 
     @classmethod
     def from_tops(cls, tops: Sequence[tuple[Mapping[int, float], int]]) -> TopLogprobs:
-        """From each token's log-probabilities and how many were asked for: engines add the sampled id to those."""
+        """From each token's log-probabilities and how many were asked for: engines add the sampled id."""
         known = [[(token, value) for token, value in top.items() if -9000.0 < value <= 0.0] for top, _ in tops]
         chosen = [nlargest(count, row, key=lambda pair: pair[1]) for row, (_, count) in zip(known, tops, strict=True)]
         mask = SamplingMask.from_rows([[token for token, _ in row] for row in chosen])
@@ -172,7 +168,7 @@ def empty_rows(count: int) -> SamplingMask:
 
 def own_routing(routing: RoutedExperts | None, *, parent_length: int, length: int) -> RoutedExperts | None:
     """What a turn adds to its parent's routing, including the parent's last sampled token, which was not an input
-    before. `parent_length` and `length` count prompt and sampled tokens."""
+    before. The lengths count prompt and sampled tokens."""
     if routing is None:
         return None
     if routing.end > max(0, length - 1):

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span for each model request and each stage of its turn. Spans hold no keys and no text."""
+"""OpenTelemetry: a span for each model request and each stage of its turn. Spans hold no keys and no text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Tracing:
 
 
 def start_tracing(url: str, *, exporter: SpanExporter | None = None) -> None:
-    """Sends spans to the OTLP/HTTP collector at `url` (http://host:4318). Call it once per process."""
+    """`url`: an OTLP/HTTP collector (http://host:4318). Call it once per process."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -47,7 +47,7 @@ def stop_tracing() -> None:
 
 
 @contextmanager
-def _span(name: str, context: Context | None = None, kind: SpanKind | None = None) -> Generator[None, None, None]:
+def _span(name: str, context: Context | None = None, kind: SpanKind | None = None) -> Generator[None]:
     from opentelemetry.trace import SpanKind, StatusCode
 
     assert _Tracing.tracer is not None
@@ -82,16 +82,13 @@ def is_traced() -> bool:
 
 
 @contextmanager
-def trace_request(name: str, headers: Iterable[tuple[bytes, bytes]]) -> Generator[None, None, None]:
+def trace_request(name: str, headers: Iterable[tuple[bytes, bytes]]) -> Generator[None]:
     """A child of the caller's span if the headers carry a `traceparent`."""
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    carrier = {
-        key.decode("latin-1"): value.decode("latin-1")
-        for key, value in headers
-        if key in (b"traceparent", b"tracestate")
-    }
+    given = [(key, value) for key, value in headers if key in (b"traceparent", b"tracestate")]
+    carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in given}
     parent = TraceContextTextMapPropagator().extract(carrier)
     with _span(name, context=parent, kind=SpanKind.SERVER):
         yield

@@ -75,7 +75,7 @@ class JoinedTurn:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredTurn:
-    """The request key was answered before: these nodes are the answer, one for each choice."""
+    """The request key was answered before; a node for each choice."""
 
     nodes: Sequence[Node]
 
@@ -111,9 +111,7 @@ class Session:
         self.limits = limits or SessionLimits()
         follows = renderer.history
         if history not in (None, follows):
-            raise ConfigError(
-                f"history={history!r}, but the renderer was loaded with history={follows!r}: load it with the same one"
-            )
+            raise ConfigError(f"history={history!r}, but the renderer has history={follows!r}: load it with that")
         if side_requests not in ("leave_out", "train"):
             raise ConfigError(f"side_requests: {side_requests!r} is not one of leave_out, train")
         self.record = _record or SessionRecord(
@@ -164,9 +162,7 @@ class Session:
             lambda: (journal.acquire(session_id), journal.get(session_id), journal.rows(session_id))
         )
         if (record.template, record.tokenizer) != (renderer.template_hash, renderer.tokenizer_hash):
-            raise SessionConflict(
-                f"session {session_id!r} was recorded with another template or tokenizer; open it with that one"
-            )
+            raise SessionConflict(f"session {session_id!r} has another template or tokenizer; open it with that")
         tree = await asyncio.to_thread(tree_from_rows, record, rows)
         return cls(
             renderer=renderer,
@@ -201,9 +197,8 @@ class Session:
     ) -> Reply:
         """An agent's next model call: the whole conversation in, the model's turn out."""
         kwargs, sampling = template_kwargs or {}, sampling or Sampling()
-        return (
-            await self.turn(TurnRequest(messages=messages, tools=tools, sampling=sampling, template_kwargs=kwargs))
-        )[0]
+        request = TurnRequest(messages=messages, tools=tools, sampling=sampling, template_kwargs=kwargs)
+        return (await self.turn(request))[0]
 
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]:
         """The n replies to one request. Equal requests in flight share one turn: use `n` or different seeds for
@@ -211,7 +206,7 @@ class Session:
         found = self._start_or_join(await self._read(request), streamed=False)
         return await found.wait() if isinstance(found, InFlightTurn) else await self._wait_or_read(found)
 
-    async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]:
+    async def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent]:
         """Events as tokens are sampled; a request that joins a turn in flight, or repeats a recorded one, gets the
         whole message once it is committed. Closing the iterator cancels the turn if no other caller waits."""
         async with aclosing(self.stream_batches(await self._read(request))) as batches:
@@ -226,13 +221,12 @@ class Session:
         parsed = self.conversations.parse(request.messages, request.tools)
         return replace(request, messages=await add_parsed(self.conversations, parsed))
 
-    def stream_batches(self, request: TurnRequest) -> AsyncGenerator[list[TurnEvent], None]:
-        """`stream`, with events that are ready together in one list. The turn starts at once: the iterator must be
-        read."""
+    def stream_batches(self, request: TurnRequest) -> AsyncGenerator[list[TurnEvent]]:
+        """`stream`, with events that are ready together in one list. The turn starts at once: read the iterator."""
         found = self._start_or_join(request, streamed=True)
         return found.events() if isinstance(found, InFlightTurn) else self._stream_again(found)
 
-    async def _stream_again(self, found: JoinedTurn | AnsweredTurn) -> AsyncGenerator[list[TurnEvent], None]:
+    async def _stream_again(self, found: JoinedTurn | AnsweredTurn) -> AsyncGenerator[list[TurnEvent]]:
         for index, reply in enumerate(await self._wait_or_read(found)):
             named = TurnEvent(index=index, node_id=reply.node)
             deltas = [structs.replace(named, delta=each) for each in generation.deltas_from_message(reply.message)]
@@ -244,8 +238,8 @@ class Session:
         return await commits.replies_from_record(found.nodes, tree=self.tree, renderer=self.renderer)
 
     def _start_or_join(self, request: TurnRequest, *, streamed: bool) -> InFlightTurn | JoinedTurn | AnsweredTurn:
-        """Returns a new turn that has been started, or what this request repeats: an equal turn in flight, or the nodes
-        recorded under its key. Has no await, so no other request can come between the search and the start."""
+        """A turn that was started, or what this request repeats: an equal turn in flight, or the nodes recorded under
+        its key. Has no await, so no other request can come between the search and the start."""
         self.check_open()
         request = replace(request, template_kwargs=freeze(request.template_kwargs, "template_kwargs"))
         if request.prompt_ids is not None and self.record.pin:
@@ -349,8 +343,8 @@ class Session:
     @traced("commit")
     async def _commit(self, choices: Sequence[Choice], turn: InFlightTurn, prompt: Prompt) -> tuple[Reply, ...]:
         """Writes all or nothing: the journal first, then the tree."""
-        # If the journal fails, the tree is unchanged and the callers get the error. The write may still have happened,
-        # so `SessionRegistry.keep_loaded` drops the session, and the next request reads it from the journal.
+        # If the journal fails, the tree is unchanged. The write may still have happened, so
+        # `SessionRegistry.keep_loaded` drops the session, and the next request reads it from the journal.
         nodes, parent = commits.reserve_nodes(choices, turn, prompt, self.tree), prompt.resolution.parent
         if not nodes:
             return ()
@@ -363,10 +357,8 @@ class Session:
                 self._add_node(node)
         finally:
             self.tree.release(nodes)
-        return tuple(
-            commits.reply_from_node(node, choice.parsed, choice.completion)
-            for node, choice in zip(nodes, choices, strict=True)
-        )
+        pairs = zip(nodes, choices, strict=True)
+        return tuple(commits.reply_from_node(node, choice.parsed, choice.completion) for node, choice in pairs)
 
     def _add_node(self, node: Node) -> None:
         self.tree.add(node)
@@ -389,11 +381,7 @@ class Session:
 
     # Samples, rewards and the end.
     def samples(
-        self,
-        *,
-        max_tokens: int | None = None,
-        include_abandoned: bool = False,
-        metadata: JsonMapping | None = None,
+        self, *, max_tokens: int | None = None, include_abandoned: bool = False, metadata: JsonMapping | None = None
     ) -> list[Sample]:
         """One contiguous sample per leaf that was not replaced; every sampled token is trained once or accounted for
         in `coverage`."""
@@ -408,12 +396,7 @@ class Session:
         return coverage_of(self.tree, self.record, max_tokens=max_tokens, include_abandoned=include_abandoned)
 
     async def reward(
-        self,
-        reward: float,
-        *,
-        leaf: str | None = None,
-        metadata: JsonMapping | None = None,
-        group: str | None = None,
+        self, reward: float, *, leaf: str | None = None, metadata: JsonMapping | None = None, group: str | None = None
     ) -> None:
         """Rewards the whole session, or one node (`leaf`). `group` sets the group of a session without one."""
         if group is not None and self.record.group not in (None, group):

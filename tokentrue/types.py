@@ -42,8 +42,7 @@ UNVERSIONED = 0
 
 class PastMessages(tuple[Message, ...]):
     """Recorded messages, which nobody modifies. `read`: a renderer, and what it made of the first of them; the messages
-    of a later turn go on from it, so that a renderer reads each only once.
-    """
+    of a later turn go on from it, so that a renderer reads each only once."""
 
     read: tuple[object, tuple[Any, ...]] = (None, ())
 
@@ -80,9 +79,7 @@ def require_mask(mask: SamplingMask | None, token_ids: Sequence[int]) -> None:
     if len(mask) != len(token_ids):
         raise TokenContractError(f"the sampling mask has {len(mask)} rows for {len(token_ids)} tokens")
     if (index := mask.first_missing(token_ids)) is not None:
-        raise TokenContractError(
-            f"token {token_ids[index]} at {index} is not among the ids that its sampling mask kept"
-        )
+        raise TokenContractError(f"token {token_ids[index]} at {index} is not in its sampling mask")
 
 
 class Finish(StrEnum):
@@ -100,7 +97,7 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 FILTERS = frozenset({*TRUNCATIONS, *PENALTIES})
 """All settings that make the sampled distribution differ from softmax(logits / temperature)."""
 
-# Of each setting: its types (True is no number), and the values that an engine's integers and float32 can represent.
+# Types (True is no number), and the values that an engine's integers and float32 can represent.
 _NUMBER, _WHOLE, _WHOLE_OR_NONE, _LIST = (float, int), (int,), (int, type(None)), (list, tuple)
 _SAMPLING_RULES: Mapping[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "temperature": (_NUMBER, is_temperature, "a number: 0, or from 1e-30 to 1e30"),
@@ -210,11 +207,11 @@ class Completion:
     stopped_by: int | str | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     raw_logprobs: tuple[float, ...] | None = None  # of softmax(logits / temperature), before filters, if reported
-    routed_experts: RoutedExperts | None = None  # rows for positions of prompt and sampled ids, up to the last input
+    routed_experts: RoutedExperts | None = None  # of prompt and sampled ids, up to the last input
     sampling_mask: SamplingMask | None = None  # one row per sampled token, if filters removed ids and it is reported
     fingerprint: str | None = None  # of the exact engine's numerics
     prompt_logprobs: tuple[float, ...] | None = None  # of prompt_ids[1:], if requested and supported
-    prompt_digest: bytes | None = None  # sha256 of the prompt ids, computed where the request to the engine was built
+    prompt_digest: bytes | None = None  # sha256 of the prompt ids as they were sent
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
@@ -397,7 +394,7 @@ class TurnRequest:
     template_kwargs: TemplateKwargs = field(default_factory=JsonObject)
     n: int = 1
     dialect: str = "openai_chat"
-    model: str | None = None  # the name that the client requested; one model is served under any name
+    model: str | None = None  # as requested; one model is served under any name
     request_key: str | None = None
     continues: str | None = None
     prompt_ids: TokenIds | None = None
@@ -422,7 +419,7 @@ class Reply:
     projection: str
     """How the replayed history matched: "exact", "reasoning_dropped+whitespace", …; "root" if nothing was continued."""
     edge_reason: str | None = None  # of a root or a fork; None if nothing had continued the parent before
-    from_record: bool = False  # nothing was added for this caller: its key had an answer, or it joined an equal turn
+    from_record: bool = False  # its key had an answer, or it joined an equal turn
 
 
 class TurnEvent(Struct, frozen=True, kw_only=True, gc=False):
@@ -486,9 +483,7 @@ class Sample:
             ("top log-probabilities have", self.top_logprobs),
         ):
             if rows is not None and len(rows) != lengths[0]:
-                raise TokenContractError(
-                    f"sample {self.sample_id}: the {name} {len(rows)} rows for {lengths[0]} tokens"
-                )
+                raise TokenContractError(f"sample {self.sample_id}: {name} {len(rows)} rows for {lengths[0]} tokens")
 
 
 @record

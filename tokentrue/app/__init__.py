@@ -1,2 +1,1 @@
-"""Shared by cli and cluster: configuration, wiring (which chooses implementations), the embedded gateway, rollouts
-and the set-up of a training run."""
+"""Shared by cli and cluster: configuration, wiring, the embedded gateway, rollouts, the set-up of a training run."""

@@ -2,8 +2,7 @@
 
 with BackgroundGateway(model="path/to/model") as gateway:      # in a thread, for synchronous trainers and notebooks
     client = tt.Client(gateway.url, gateway.admin_key)
-    gateway.publish(model.state_dict(), version=1)
-"""
+    gateway.publish(model.state_dict(), version=1)"""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class Embedded:
 
 
 @contextlib.asynccontextmanager
-async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded, None]:
+async def embedded_gateway(settings: ServeConfig) -> AsyncGenerator[Embedded]:
     """Serves until the block ends and installs no signal handlers. Generates an admin key if none is set."""
     from tokentrue.gateway.auth import new_admin_key
     from tokentrue.gateway.serving.server import find_url, listen, log_to_stderr, serve_embedded

@@ -20,7 +20,7 @@ NONE = "none"
 
 
 class Checks:
-    """Checks that load nothing, run one by one (`checks(check_store, store)`); `finish` reports all that failed."""
+    """Checks that load nothing, run one by one; `finish` reports all that failed."""
 
     def __init__(self) -> None:
         self._failed: list[Exception] = []
@@ -52,8 +52,8 @@ def read(
     overrides: JsonMapping | None = None,
     defaults: JsonMapping | None = None,
 ) -> T:
-    """Later sources override earlier ones: the dataclasses' defaults, `defaults` (dotted keys of one command), the
-    file, `overrides` (dotted keys from flags; None means not given), `--set`."""
+    """Later sources override earlier ones: the dataclasses' defaults, `defaults` and then the file, `overrides` (flags;
+    None means not given), `--set`. Keys are dotted."""
     values: JsonObject = {}
     for dotted, value in (defaults or {}).items():
         set_dotted(values, dotted, value)
@@ -86,7 +86,6 @@ def read(
 
 
 def name_file(error: Exception, path: Path | None, written: JsonObject, values: JsonObject) -> Exception:
-    """`error` with the name of the file, if its key has the value that the file gives it."""
     key = str(error).partition(":")[0]
     given = find_dotted(written, key)
     return error if given is None or given != find_dotted(values, key) else ConfigError(f"{path}: {error}")

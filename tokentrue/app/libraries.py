@@ -1,5 +1,4 @@
-"""Loads torch and transformers on demand, silences them, and checks the device and the model of samples. Needs no
-gateway."""
+"""Loads torch and transformers on demand, silences them, and checks the device and the model of samples."""
 
 from __future__ import annotations
 
@@ -29,11 +28,10 @@ def quiet_libraries(threads: int | None = None) -> None:
 
 
 @contextmanager
-def without_torch(engine: str) -> Generator[None, None, None]:
-    """If `engine` runs elsewhere and torch is not loaded already. Afterwards transformers has no models in this
-    process."""
-    # Loading a tokenizer imports transformers, which imports torch if it is installed: seconds of start-up and
-    # hundreds of megabytes. transformers has no switch for that; it checks once and caches the result.
+def without_torch(engine: str) -> Generator[None]:
+    """If `engine` runs elsewhere. Afterwards transformers has no models in this process."""
+    # A tokenizer needs transformers, which imports torch if it is installed: seconds, and hundreds of megabytes. It has
+    # no switch for that; it checks once.
     kind = ENGINES.get(engine)
     if kind is None or kind.needs_torch or "torch" in sys.modules or "transformers" in sys.modules:
         yield

@@ -1,8 +1,6 @@
-"""Rollouts as samples: the settings and files of `tokentrue rollout`, the rounds of a training run, evaluation on fixed
-tasks.
-
-The files are `samples.jsonl` and `rollouts.jsonl`, one line per rollout: whole groups only, so that missing ones can be
-run later. A group is done when each of its rollouts has a line; its samples are written first."""
+"""The settings and files of `tokentrue rollout`, the rounds of a training run, evaluation on fixed tasks.
+`samples.jsonl` and `rollouts.jsonl` (a line per rollout) hold whole groups only, so that missing ones can be run later;
+a group's samples are written first."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ class RolloutRun:
     store: str | None = None
     gateways: AtLeastOne = 2  # with --ray: gateway actors, each with its engine
     workers: AtLeastOne = 2  # with --ray: rollout actors
-    nodes: AtLeastOne = 1  # with --ray: nodes that share the gateways and workers, at least one of each on every node
+    nodes: AtLeastOne = 1  # with --ray: at least one of each on every node
 
     def __post_init__(self) -> None:
         if self.nodes > 1 and not self.is_shared:
@@ -84,9 +82,8 @@ def agent_settings(
 
 
 def plan_rollouts(config: RolloutConfig) -> list[Plan]:
-    tasks = load_environment(config.environment, config.options).tasks(
-        config.tasks, seed=config.seed, split=config.split
-    )
+    environment = load_environment(config.environment, config.options)
+    tasks = environment.tasks(config.tasks, seed=config.seed, split=config.split)
     return plan_groups(tasks, n=config.group_size, seed=config.seed)
 
 
@@ -120,10 +117,8 @@ class Recorder:
         if len(group) < self._sizes[rollout.plan.group]:
             return
         done = sorted(self._groups.pop(rollout.plan.group), key=lambda each: each.plan.index)
-        for file, rows in (
-            (self._samples, [sample for each in done for sample in each.samples]),
-            (self._rollouts, [describe_rollout(each) for each in done]),
-        ):
+        samples = [sample for each in done for sample in each.samples]
+        for file, rows in ((self._samples, samples), (self._rollouts, map(describe_rollout, done))):
             file.writelines(dumps(row) + b"\n" for row in rows)
             file.flush()
 
@@ -180,7 +175,7 @@ def sessions_on(url: str, config: RolloutConfig, admin_key: str | None, **option
 
 
 @asynccontextmanager
-async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions, None]:
+async def open_sessions(settings: RolloutRun) -> AsyncGenerator[GatewaySessions]:
     async with AsyncExitStack() as stack:
         url, admin_key = settings.url, os.environ.get(ADMIN_KEY)
         if url is None:
@@ -202,7 +197,7 @@ class Share:
 
 
 class RoundImages:
-    """Of rounds that are not trained on yet, in a folder for each round that every rank reads."""
+    """Of rounds that are not trained on yet, in a folder for each round."""
 
     def __init__(self, out: Path) -> None:
         self._out = out / "rounds"
@@ -217,8 +212,8 @@ class RoundImages:
 
 
 class RolloutRounds:
-    """Round j draws tasks and seeds only from the run's seed and j, so a resumed run samples the same rounds. With
-    several ranks each runs whole groups of its `share`."""
+    """Round j draws tasks and seeds only from the run's seed and j, so a resumed run samples the same rounds. Each rank
+    runs whole groups."""
 
     def __init__(
         self,
@@ -253,28 +248,25 @@ class RolloutRounds:
         errors = [rollout.error for rollout in rollouts if rollout.error is not None]
         is_empty = bool(rollouts) and not any(rollout.samples for rollout in rollouts)  # a rank may have no task
         if len(errors) > self.config.max_failed * len(rollouts) or is_empty:
-            first = errors[0] if errors else "no rollout made a sample"
-            raise EngineError(
-                f"round {number}: {len(errors)} of {len(rollouts)} rollouts failed (rollout.max_failed = "
-                f"{self.config.max_failed:g}); the first said: {first}"
-            )
+            first, most = errors[0] if errors else "no rollout made a sample", f"{self.config.max_failed:g}"
+            failed = f"{len(errors)} of {len(rollouts)} rollouts failed (rollout.max_failed = {most})"
+            raise EngineError(f"round {number}: {failed}; the first said: {first}")
         made = [[sample_from_json(sample) for rollout in group for sample in rollout.samples] for group in groups]
         return [group for group in made if group]
 
     async def _attempt(self, number: int, attempt: int, places: Sequence[int]) -> list[list[Rollout]]:
         """Attempt 0 runs the round's tasks, later ones other tasks in some of their places."""
-        again = (attempt,) if attempt else ()
-        tasks = self.environment.tasks(
-            self.config.tasks, seed=derive_seed(self.config.seed, number, *again), split=self.config.split
-        )
-        drawn = [task for place, task in enumerate(self._share.of(tasks)) if place in places]
+        again, config = (attempt,) if attempt else (), self.config
+        seed = derive_seed(config.seed, number, *again)
+        tasks = self._share.of(self.environment.tasks(config.tasks, seed=seed, split=config.split))
+        drawn = [task for place, task in enumerate(tasks) if place in places]
         tag = "-".join([f"round-{number:05d}", *map(str, again)])
-        plans = plan_groups(drawn, n=self.config.group_size, seed=self.config.seed, tag=tag)
+        plans = plan_groups(drawn, n=config.group_size, seed=config.seed, tag=tag)
         sessions = self._sessions
         if self._images is not None and isinstance(sessions, GatewaySessions):
             sessions = sessions.saving(self._images.folder(number))
-        play = player_in(self.environment, sessions, timeout_s=self.config.timeout_s)
-        groups = await run_groups(play, plans, concurrency=self.config.concurrency)
+        play = player_in(self.environment, sessions, timeout_s=config.timeout_s)
+        groups = await run_groups(play, plans, concurrency=config.concurrency)
         self._on_groups(groups)
         return groups
 
@@ -283,7 +275,7 @@ class RolloutRounds:
 
 
 def has_spread(group: Sequence[Rollout]) -> bool:
-    """Without it, a group baseline makes every advantage 0."""
+    """Without it, every advantage is 0."""
     return len({rollout.reward for rollout in group if rollout.samples}) > 1
 
 

@@ -23,14 +23,7 @@ from tokentrue.records import record
 from tokentrue.samples.files import read_sound_samples
 from tokentrue.samples.groups import group_of
 from tokentrue.samples.images import ImageFolder
-from tokentrue.train.config import (
-    EvaluationConfig,
-    LoggerName,
-    OptimConfig,
-    TrainConfig,
-    config_hash,
-    plain_settings,
-)
+from tokentrue.train.config import EvaluationConfig, LoggerName, OptimConfig, TrainConfig, config_hash, plain_settings
 from tokentrue.types import AtLeastOne, Sample
 
 if TYPE_CHECKING:
@@ -42,8 +35,8 @@ if TYPE_CHECKING:
 
 @record
 class LossSpec:
-    """`options` override fields of the `LossConfig` named. `correction` names a preset, or is a table of `Correction`
-    fields that override the loss's correction or the one named by `preset`."""
+    """`options` override fields of the `LossConfig` named. `correction`: a preset, or a table of `Correction` fields
+    that override those of the loss or of its `preset`."""
 
     name: str = "dapo"
     options: JsonMapping = field(default_factory=JsonObject)
@@ -52,8 +45,6 @@ class LossSpec:
 
 @record
 class TrainRun:
-    """`samples` trains from a file; without it rounds are sampled live by the `rollout` section."""
-
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -75,17 +66,14 @@ class TrainRun:
                 raise ConfigError(f"train.{name}: set rollout.{name}, which rollouts and trainer both use")
         require_dtype(self.dtype)
         if self.samples is not None:
-            # Settings of engine and rollouts are allowed: one configuration file serves `tokentrue rollout` and this.
+            # Settings of engine and rollouts are allowed: one file serves `tokentrue rollout` and this.
             for key in (each.name for each in fields(EvaluationConfig)):
                 if getattr(self.evaluation, key) != getattr(EvaluationConfig(), key):
-                    raise ConfigError(
-                        f"evaluation.{key}: has no effect with samples, which train from a file; leave one of them out"
-                    )
+                    raise ConfigError(f"evaluation.{key}: has no effect with samples; leave one of them out")
         elif self.train.exact and self.engine.name != "exact":
             find_address(self.engine.name)
-            raise ConfigError(
-                f"train.exact: engine {self.engine.name!r} is not exact; set train.exact=false, or use the exact engine"
-            )
+            cure = "set train.exact=false, or use the exact engine"
+            raise ConfigError(f"train.exact: engine {self.engine.name!r} is not exact; {cure}")
 
     @property
     def model_path(self) -> str:
@@ -191,7 +179,7 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
 
 
 def store_for(settings: TrainRun, made_from: JsonMapping) -> tuple[Store, int]:
-    """The checkpoint store, and the step to resume at."""
+    """Also the step to resume at."""
     from tokentrue.train.checkpoint import Store, file_digest, latest, read_state
 
     store = Store(
@@ -207,8 +195,7 @@ def store_for(settings: TrainRun, made_from: JsonMapping) -> tuple[Store, int]:
 
 
 class SampleFile:
-    """A file's groups, in the order of their first sample. Samples without a reward are dropped, and `notes` counts
-    them."""
+    """A file's groups, in the order of their first sample, without samples that have no reward (`notes` counts them)."""
 
     def __init__(self, path: Path, settings: TrainRun, *, trust: bool) -> None:
         samples = read_sound_samples(path, trust=trust)
@@ -237,8 +224,8 @@ class SampleFile:
 @asynccontextmanager
 async def source_for(
     settings: TrainRun, ranks: Ranks, file: SampleFile | None
-) -> AsyncGenerator[tuple[Rounds, Publisher, Evaluator | None], None]:
-    """With embedded engines every rank has a gateway and an engine; otherwise only rank 0 reads the file or calls the
+) -> AsyncGenerator[tuple[Rounds, Publisher, Evaluator | None]]:
+    """With embedded engines every rank has a gateway and an engine; otherwise rank 0 alone reads the file or calls
     servers."""
     from tokentrue.train import Publisher, SourceRounds
     from tokentrue.train.loop import NoRounds
@@ -262,7 +249,6 @@ async def source_for(
 
 
 def engine_for(settings: TrainRun) -> EngineConfig:
-    """Embedded on the trainer's device, or remote, with a shared folder for weights."""
     options = dict(settings.engine.options)
     if settings.engine.name == "exact":
         options = {"device": settings.device, "dtype": settings.dtype, **options}

@@ -50,8 +50,8 @@ PROBE = "Hello, wörld! 12345 + 678 = ?\n\n\tdef f(x): return x**2  # 你好 �
 
 @record
 class ModelConfig:
-    """`path` is a directory or a hub id, or the output of a training run, whose newest checkpoint it then means; `name`
-    is what clients see."""
+    """`path`: a directory, a hub id, or the output of a training run (its newest checkpoint); `name` is what clients
+    see."""
 
     path: str | None = None
     name: str | None = None
@@ -59,8 +59,8 @@ class ModelConfig:
     template_kwargs: JsonMapping = field(default_factory=JsonObject)
     history: Literal["keep", "template"] = "keep"
     injection: Literal["safe", "engine"] = "safe"
-    encode_cache_bytes: int = 64 << 20  # ids of texts that were encoded before; 0 disables the cache
-    extend_plans: int = 4096  # request shapes whose suffix is planned once; 0 plans each request
+    encode_cache_bytes: int = 64 << 20  # of encoded texts; 0 disables it
+    extend_plans: int = 4096  # request shapes planned once; 0: none
 
     def __post_init__(self) -> None:
         newest = Path(self.path or "") / "checkpoints" / "latest"
@@ -88,8 +88,8 @@ class ServerConfig(ServingConfig):
     workers: AtLeastOne = 1
     store: str = DEFAULT_STORE
     durability: Literal["normal", "full"] = "normal"  # full: acknowledged turns survive a loss of power
-    address: str = ""  # where other gateways on the same PostgreSQL reach this one; default: the bound address
-    lease_s: float = 15.0  # PostgreSQL: a gateway that is silent for longer loses its sessions to the others
+    address: str = ""  # where gateways on the same PostgreSQL reach this one
+    lease_s: float = 15.0  # PostgreSQL: one that is silent for longer loses its sessions
     log: Literal["json", "off"] = "json"
     trace_url: str = ""  # an OTLP/HTTP collector, http://host:4318; empty: no traces
 
@@ -111,16 +111,10 @@ def renderer_for(
     def load(history: Literal["keep", "template"]) -> Renderer:
         from tokentrue.renderers import load_renderer
 
-        return load_renderer(
-            config.path or str(SMALL_MODEL),
-            config.chat_template,
-            dict(config.template_kwargs) or None,
-            history=history,
-            render_deadline=render_deadline,
-            injection=config.injection,
-            encode_cache_bytes=config.encode_cache_bytes,
-            extend_plans=config.extend_plans,
-        )
+        limits: JsonObject = {name: getattr(config, name) for name in ("encode_cache_bytes", "extend_plans")}
+        template = config.chat_template, dict(config.template_kwargs) or None, history, config.injection
+        path = config.path or str(SMALL_MODEL)
+        return load_renderer(path, *template, render_deadline=render_deadline, **limits)
 
     return load  # pyright: ignore[reportReturnType]
 
@@ -173,7 +167,7 @@ def check_engine_settings(config: EngineConfig) -> None:
 def check_gateway(
     checks: Checks, model: ModelConfig, engine: EngineConfig, store: str | None, *, reach: bool = True
 ) -> None:
-    """Checks what a gateway starts with, before loading it. `reach=False` if it runs on another machine."""
+    """`reach=False` if the gateway runs on another machine."""
     from tokentrue.sessions.journal import check_store
 
     path = model.path or SMALL_MODEL
@@ -249,8 +243,7 @@ def gateway_for(
     render_deadline: AbstractContextManager[object] | None = None,
     lock: bool = True,
 ) -> Gateway:
-    """Templates render within `render_deadline`. `admin_state` outlives this process. `lock=False` if the parent
-    process holds the store's lock."""
+    """`admin_state` outlives this process. `lock=False` if the parent process holds the store's lock."""
     from tokentrue.gateway.app import Gateway
     from tokentrue.sessions.journal import open_journal
 
@@ -297,8 +290,8 @@ def gateway_for(
 
 
 async def identify_model(config: ServeConfig) -> ServeConfig:
-    """Checks that every replica of a remote engine has the tokenizer that we use, if it offers tokenisation. Without
-    `--model` the engine's model must be a local directory."""
+    """Checks that every replica of a remote engine has our tokenizer, if it offers tokenisation. Without `--model` the
+    engine's model must be a local directory."""
     if not is_remote(config.engine):
         return config
     names, tokenised = await ask_engines(config.engine)
@@ -308,16 +301,14 @@ async def identify_model(config: ServeConfig) -> ServeConfig:
     ours = TokenIds(renderer_for(model)(model.history).encode_sampled(PROBE))
     for url, theirs in tokenised.items():
         if theirs != ours:
-            raise ConfigError(
-                f"the engine at {url} has another tokenizer than --model: a probe text gives {len(theirs)} ids there "
-                f"({theirs!r}) and {len(ours)} here ({ours!r}); give --model the directory or id of the model that the "
-                "engine serves"
-            )
+            found = f"a probe text gives {len(theirs)} ids there ({theirs!r}) and {len(ours)} here ({ours!r})"
+            cure = "give --model the directory or id of the model that the engine serves"
+            raise ConfigError(f"the engine at {url} has another tokenizer than --model: {found}; {cure}")
     return replace(config, model=model)
 
 
 async def ask_engines(engine: EngineConfig) -> tuple[set[str], dict[str, TokenIds]]:
-    """The models that the replicas serve, and by URL the ids of `PROBE`, where a server has such a route."""
+    """The models that the replicas serve, and the ids of `PROBE` by URL, of servers that tokenise."""
     names: set[str] = set()
     tokenised: dict[str, TokenIds] = {}
     for url in engine.urls:
@@ -342,5 +333,5 @@ def _find_directory(engine: EngineConfig, names: set[str]) -> str:
     if Path(name).is_dir() or name == SMALL_MODEL.name:
         return name
     raise ConfigError(
-        f"the {engine.name} engine serves {name!r}, which is no directory here: give --model its directory or hub id"
+        f"the {engine.name} engine serves {name!r}, no directory here: give --model its directory or hub id"
     )

@@ -12,9 +12,7 @@ from tokentrue.json_types import JsonObject
 
 
 def command(
-    file: SamplesFile,
-    as_json: AsJson = False,
-    limit: Annotated[int, Option(help="findings to print")] = 20,
+    file: SamplesFile, as_json: AsJson = False, limit: Annotated[int, Option(help="findings to print")] = 20
 ) -> int:
     """Re-check exported samples; exit 1 where something does not hold, and say where."""
     from tokentrue.samples import AuditFinding, audit_exported, read_exported
@@ -42,11 +40,8 @@ def command(
     verdict = "OK: verified" if result.ok else f"FAIL: {pluralise(len(result.findings), 'finding')} in"
     counted = f"{pluralise(result.samples, 'sample')} of {pluralise(len(result.sessions), 'session')}"
     trained = f"{pluralise(result.tokens, 'token')}, {result.trained:,} trained, coverage {show_share(result.coverage)}"
-    reasons = result.untrained
-    left = (
-        f"; {show_share(1 - result.coverage)} of sampled tokens are untrained ({', '.join(reasons)})" if reasons else ""
-    )
-    print(f"{verdict} {counted}, {trained}{left}")
+    untrained = f"; {show_share(1 - result.coverage)} of sampled tokens are untrained ({', '.join(result.untrained)})"
+    print(f"{verdict} {counted}, {trained}{untrained if result.untrained else ''}")
     if result.images:
         files = "with their files" if result.are_files_checked else "references only: no files beside the samples"
         print(f"{pluralise(len(result.images), 'image')}, {files}")

@@ -1,4 +1,4 @@
-"""What the commands share: options, how their values resolve to a model, a journal or a gateway, and output."""
+"""Options, how their values resolve to a model, a journal or a gateway, and output."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def require_utf8(option: str, text: str | None) -> None:
 
 
 @contextmanager
-def name_option(option: str) -> Generator[None, None, None]:
+def name_option(option: str) -> Generator[None]:
     try:
         yield
     except (InputError, RenderError) as error:
@@ -116,8 +116,7 @@ def open_recorded(source: str) -> Journal:
 
 
 def require_store(source: str) -> str:
-    """The store that `source` names. Call it before this process opens the store: closing a file drops the locks that
-    SQLite holds on it."""
+    """Call it before this process opens the store: closing a file drops the locks that SQLite holds on it."""
     from tokentrue.sessions.journal import is_postgres
 
     if is_postgres(source):
@@ -149,7 +148,7 @@ def show_coverage(share: float, sampled: int) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Without escapes under NO_COLOR. Wide enough for whole tables where the output is no terminal."""
+    """Without escapes under NO_COLOR; wide enough for whole tables where the output is no terminal."""
     from rich.console import Console
 
     piped = not (sys.stderr if stderr else sys.stdout).isatty()
@@ -211,9 +210,9 @@ def require_folder(folder: Path) -> None:
 @contextmanager
 def progress_bar(
     title: str, total: int, *, quiet: bool = False, every_s: float = 0.0
-) -> Generator[Callable[[str], None], None, None]:
-    """Call the yielded function once per finished piece, with a word about it. A bar with the time left on a terminal;
-    elsewhere a line per piece, or one every `every_s` seconds."""
+) -> Generator[Callable[[str], None]]:
+    """Call the yielded function once per finished piece, with a word about it. No terminal: a line per piece, or per
+    `every_s`."""
     if quiet:
         yield lambda _: None
         return
@@ -240,7 +239,7 @@ def progress_bar(
 
 
 def time_left(began: float, done: int, total: int) -> str:
-    """If the others take as long as these. Not for the first, which waited for the engine, nor before a twentieth."""
+    """Not for the first, which waited for the engine, nor before a twentieth."""
     seconds = round((time.monotonic() - began) / done * (total - done))
     return f"{timedelta(seconds=seconds)} left" if max(2, total / 20) <= done < total else ""
 
@@ -253,8 +252,8 @@ def count_items(items: Iterable[T], noun: str, *, quiet: bool = False) -> Iterat
 
 
 @contextmanager
-def show_status(text: str, *, quiet: bool = False) -> Generator[Callable[[str], None], None, None]:
-    """A spinner whose text the yielded function changes on a terminal's stderr, one line elsewhere."""
+def show_status(text: str, *, quiet: bool = False) -> Generator[Callable[[str], None]]:
+    """A spinner on a terminal's stderr, one line elsewhere."""
     if quiet:
         yield lambda _: None
         return
@@ -268,7 +267,7 @@ def show_status(text: str, *, quiet: bool = False) -> Generator[Callable[[str], 
 
 
 @contextmanager
-def rollout_log(out: Path) -> Generator[Path, None, None]:
+def rollout_log(out: Path) -> Generator[Path]:
     path = out / "rollouts.log"
     handler = logging.FileHandler(path, delay=True, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from tokentrue.cli.common import (
-    AsJson,
-    ReportPage,
-    pluralise,
-    print_json,
-    print_report,
-    require_file,
-    show_status,
-)
+from tokentrue.cli.common import AsJson, ReportPage, pluralise, print_json, print_report, require_file, show_status
 from tokentrue.errors import ConfigError
 from tokentrue.hub import SMALL_MODEL
 
@@ -80,21 +72,14 @@ def command(
 def report_from(found: ConformanceReport, target: str) -> Report:
     from tokentrue.viewer import Report, ReportTable
 
-    shown = found.to_json()
-    findings = [
-        (one["rule"], one["severity"], one["detail"], f"tokentrue conformance {target} {one['replay']}")
-        for one in shown["findings"]
-    ]
+    shown, again = found.to_json(), f"tokentrue conformance {target}"
+    findings = [(one["rule"], one["severity"], one["detail"], f"{again} {one['replay']}") for one in shown["findings"]]
     talks = [(one["case"], "\n".join(one["conversation"])) for one in shown["findings"] if one["conversation"]]
-    levels = [
-        (
-            f"{one['level']} {one['name']}",
-            one["verdict"],
-            one["why"] or "; ".join([pluralise(one["cases"], "case"), *map(": ".join, one["not_promised"].items())]),
-        )
-        for one in shown["levels"]
-        if one["verdict"] != "not run"
-    ]
+    levels: list[tuple[str, ...]] = []
+    for one in shown["levels"]:
+        if one["verdict"] != "not run":
+            counted = [pluralise(one["cases"], "case"), *map(": ".join, one["not_promised"].items())]
+            levels.append((f"{one['level']} {one['name']}", one["verdict"], one["why"] or "; ".join(counted)))
     habits = [
         (one.habit, one.dialect, f"{one.coverage:.1%}", one.rows, f"{one.tokens:,}", one.fewest_rows or "")
         for one in found.habits

@@ -1,4 +1,4 @@
-"""tokentrue demo: gateway → agent over HTTP, streaming → samples → GRPO steps → report, on one machine."""
+"""tokentrue demo: gateway → agent over HTTP → samples → GRPO steps → report, on one machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from tokentrue.cli.common import (
-    AsJson,
-    describe_costs,
-    pluralise,
-    print_json,
-    progress_bar,
-    require_folder,
-    show_share,
-)
+from tokentrue.cli.common import AsJson, describe_costs, pluralise, print_json, progress_bar, require_folder, show_share
 from tokentrue.hub import SMALL_MODEL, load_causal_model
 from tokentrue.plain_json import dumps
 from tokentrue.records import record
@@ -42,8 +34,6 @@ LEFT_BEHIND = (STORE, f"{STORE}-wal", f"{STORE}-shm", "metrics.jsonl", "samples.
 
 @record
 class DemoResult:
-    """`ok`: reward up (if judged), every token covered, no bit different."""
-
     steps: int
     seed: int
     tasks: int

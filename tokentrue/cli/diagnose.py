@@ -1,6 +1,4 @@
-"""tokentrue diagnose SAMPLES: how far and where rollout and trainer log-probabilities differ; what a correction
-does.
-"""
+"""tokentrue diagnose SAMPLES: how far and where rollout and trainer log-probabilities differ."""
 
 from __future__ import annotations
 
@@ -76,8 +74,8 @@ Scored: TypeAlias = "tuple[TrainerLogprobs, list[int] | None]"
 
 @record
 class ComparedSample:
-    """One sample, and of each trained token with numbers of both sides: the numbers, its kind, and whether the argmax
-    flips (None if unknown)."""
+    """Of each trained token with numbers of both sides: the numbers, its kind, and whether the argmax flips (None if
+    unknown)."""
 
     sample: Sample
     scores: TrainerLogprobs
@@ -106,8 +104,7 @@ def command(
         int | None, Option(help="only samples that this version of the weights sampled from first to last token")
     ] = None,
     write_logprobs: Annotated[
-        Path | None,
-        Option(help="with --trainer: write its log-probabilities for `tokentrue view --trainer-logprobs`"),
+        Path | None, Option(help="with --trainer: write its log-probabilities for `tokentrue view --trainer-logprobs`")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -124,7 +121,7 @@ def command(
     )
     checks.require(
         write_logprobs is None or trainer is not None,
-        "--write-logprobs writes what --trainer computes; give --trainer MODEL",
+        "--write-logprobs needs --trainer MODEL",
     )
     checks(require_dtype, dtype)
     checks(require_device_name, device)
@@ -135,7 +132,6 @@ def command(
     found = checks(read_sealed, samples, policy_version) or []
     given = {} if trainer_logprobs is None else checks(read_trainer_logprobs, str(trainer_logprobs)) or {}
     checks.finish()
-    # From here on torch is loaded.
     from tokentrue.app.libraries import require_device, require_samples_of
     from tokentrue.mismatch import PRESETS
     from tokentrue.viewer import SampleList, write_report
@@ -201,7 +197,7 @@ def command(
 
 
 def read_sealed(path: Path, policy_version: int | None) -> list[Sample]:
-    """One that is sealed must be as it was sealed: its session may be incomplete."""
+    """A sealed sample must be as it was sealed: its session may be incomplete."""
     from tokentrue.samples import audit
     from tokentrue.samples.files import read_all
 
@@ -275,14 +271,13 @@ def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None)
         row.trainer.append(float(trainer))
         row.kinds.append(turns[i])
         if tops is not None and row.flips is not None:
-            # A sampled token with probability above one half is the rollout's argmax: does the trainer have another?
+            # A probability above one half is the rollout's argmax: does the trainer have another?
             row.flips.append(rollout > math.log(0.5) and tops[i] != sample.token_ids[i])
     return row
 
 
 def load_scorer(model: str, *, plain: bool, dtype: str, device: str) -> Callable[[Sequence[Sample]], list[Scored]]:
-    """Log-probabilities as `tokentrue train` computes them: at the turn's temperature, over the ids that its filters
-    kept."""
+    """As `tokentrue train` computes them: at the turn's temperature, over the ids that its filters kept."""
     import torch
 
     from tokentrue.hub import load_causal_model
@@ -374,7 +369,7 @@ def diagnose_rows(
 
 
 def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: set[int]) -> tuple[str, bool]:
-    """The verdict, and whether it is an alarm. `versions`: those that one trainer's model was compared with."""
+    """`versions`: those that one trainer's model was compared with."""
     tokens, k3, most = int(whole["tokens"]), whole["corr/k3"], max(whole["delta/max"], -whole["delta/min"])
     alarm = most != 0.0 and k3 > max_k3
     text = f"exact: all {tokens:,} log-probabilities are equal"
@@ -387,16 +382,16 @@ def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: 
         text += f": {span} sampled, the trainer has the weights of one; --policy-version N compares those of one alone"
     elif alarm:
         text += ": are these the weights, template and tokenizer that sampled? `tokentrue doctor` names the cause"
-    compared, trained, samples, all_samples = (
-        counts[name] for name in ("trained_tokens", "trained_tokens_in_file", "samples", "samples_in_file")
+    tokens_of, samples_of = (
+        f"{counts[name]:,} of {counts[f'{name}_in_file']:,}" for name in ("trained_tokens", "samples")
     )
-    if (compared, samples) != (trained, all_samples):
-        text += f"; compared {compared:,} of {trained:,} trained tokens, {samples:,} of {all_samples:,} samples"
+    if any(counts[name] != counts[f"{name}_in_file"] for name in ("trained_tokens", "samples")):
+        text += f"; compared {tokens_of} trained tokens, {samples_of} samples"
     return text, alarm
 
 
 def sort_by_worst(samples: Sequence[Sample], whole: Diagnosis, compared: Mapping[str, object]) -> list[Sample]:
-    """All samples, for the groups' baselines. A session's stay together and in order: its reward is its first one's."""
+    """All samples, for the groups' baselines. A session's stay together: its reward is its first one's."""
     worst = {row.row: number for number, row in enumerate(whole.worst)}
     rank: dict[str, int] = {}
     for sample in samples:
@@ -430,8 +425,7 @@ def report_from(
             ("K3 per token", f"{whole['corr/k3']:.3g}"),
             ("mean |δ|", f"{whole['delta/abs_mean']:.3g}"),
         ],
-        note="δ = trainer − rollout log-probability, r = exp(δ). Sessions are in this file with the worst sequences "
-        "first.",
+        note="δ = trainer − rollout log-probability, r = exp(δ). Sessions with the worst sequences come first.",
         charts=list(mismatch_charts(whole, steps)),
         facts=list(facts.items()),
         tables=[
@@ -451,11 +445,8 @@ def mismatch_charts(whole: Diagnosis, steps: Mapping[str, Diagnosis]) -> Iterato
         yield Chart(title=title, x_label="step", y_label="per token", labels=labels, series=series, log_y=True)
     for prefix, place in PLACES.items():
         found = {name.partition("/"): stat for name, stat in whole.metrics.statistics.items()}
-        bars = {
-            name[2]: stat.value
-            for name, stat in found.items()
-            if name[0] == prefix and isinstance(stat, Mean) and stat.count
-        }
+        means = {name: stat for name, stat in found.items() if isinstance(stat, Mean) and stat.count}
+        bars = {name: stat.value for (kind, _, name), stat in means.items() if kind == prefix}
         if any(bars.values()):
             series, labels, what = {"mean |δ|": list(bars.values())}, list(bars), "mean |δ|"
             yield Chart(title=f"|δ| by {place}", x_label=place, y_label=what, labels=labels, kind="bars", series=series)

@@ -1,7 +1,5 @@
-"""The command line: one module per command, imported when called.
-
-Exit codes: 0 fine, 1 found something wrong, 2 usage error, 70 a bug in tokentrue.
-"""
+"""One module per command, imported when called. Exit codes: 0 fine, 1 found something wrong, 2 usage error, 70 a bug in
+tokentrue."""
 
 from __future__ import annotations
 

@@ -12,14 +12,7 @@ from tokentrue.cli.common import STEP_PARTS
 from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import dumps, loads, read_numbered_lines
 from tokentrue.sessions.journal import open_journal
-from tokentrue.viewer import (
-    Chart,
-    FileSource,
-    Report,
-    ReportTable,
-    StoreSource,
-    write_report,
-)
+from tokentrue.viewer import Chart, FileSource, Report, ReportTable, StoreSource, write_report
 
 if TYPE_CHECKING:
     from tokentrue.app.training import TrainRun

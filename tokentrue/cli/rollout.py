@@ -1,5 +1,4 @@
-"""tokentrue rollout: runs an environment's tasks through a gateway, in groups, scored, written as samples;
-resumable."""
+"""tokentrue rollout: an environment's tasks through a gateway, in groups, scored, written as samples; resumable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tokentrue serve: runs the gateway until a signal ends it."""
+"""tokentrue serve: the gateway, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -108,13 +108,7 @@ def serve(settings: ServeConfig, admin_key: str, *, is_new_key: bool) -> int:
     from tokentrue.app.wiring import gateway_for
     from tokentrue.gateway.serving.forwarding import Peers
     from tokentrue.gateway.serving.processes import Dispatcher, RenderDeadline, Supervisor, share_admin_state
-    from tokentrue.gateway.serving.server import (
-        find_url,
-        listen,
-        listen_to_workers,
-        log_to_stderr,
-        serve_until_signal,
-    )
+    from tokentrue.gateway.serving.server import find_url, listen, listen_to_workers, log_to_stderr, serve_until_signal
     from tokentrue.sessions import StoreLock
 
     state = share_admin_state()  # in memory that the processes share: admin settings survive a restart
@@ -147,8 +141,7 @@ def serve(settings: ServeConfig, admin_key: str, *, is_new_key: bool) -> int:
                     lock=False,
                 )
             listener = public if dispatcher is None else listen_to_workers(paths[number])
-            # After it listens: later changes arrive at its socket. An engine in this process has restarted with
-            # the weights of its directory.
+            # Later changes arrive at its socket. An engine in this process has the weights of its directory.
             gateway.services.restore_admin_state(has_weights=engine not in IN_PROCESS)
             receiver = None if dispatcher is None else dispatcher.receivers[number]
             serve_until_signal(gateway, listener, receiver=receiver, ready=say_up)

@@ -1,7 +1,5 @@
-"""tokentrue train: the reference trainer, live against its own gateway or offline from a file of samples.
-
-One process, or `torchrun --nproc-per-node=N -m tokentrue train --config F.toml`: every rank runs a gateway, an engine
-and its part of the rollouts, and all ranks train."""
+"""tokentrue train: the reference trainer, live or from a file of samples. In one process, or under `torchrun
+--nproc-per-node=N -m tokentrue train`: every rank runs a gateway, an engine and its part of the rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tokentrue verify MODEL: proves or refutes, by comparing token ids, that a model's chat template can be extended."""
+"""tokentrue verify MODEL: proves or refutes, in token ids, that a model's chat template can be extended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tokentrue view: the viewer in a browser, over a gateway, a store or a samples file; or the same page as one file."""
+"""tokentrue view: the viewer in a browser, over a gateway, a store or a samples file; or as one file."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def command(
 
     if is_url(source):
         if model is not None or trainer_logprobs is not None:
-            raise ConfigError(
-                "--model and --trainer-logprobs: a gateway shows its own model; they are for a store or a file"
-            )
+            raise ConfigError("--model and --trainer-logprobs are for a store or a file: a gateway has its own")
         opened = data = GatewayData(source, key=None)
     else:
         trainer = None if trainer_logprobs is None else read_trainer_logprobs(trainer_logprobs)
@@ -78,7 +76,7 @@ def serve(data: ViewerData | GatewayData, name: str, port: int) -> None:
 
     from tokentrue.viewer import GatewayData, create_app
 
-    # A gateway shows its conversations to holders of the admin key alone: others on this machine must guess the path.
+    # A gateway is for holders of the admin key: others on this machine must guess the path.
     path = f"{secrets.token_urlsafe(24)}/" if isinstance(data, GatewayData) else ""
     page = Router(routes=[Mount(f"/{path}".rstrip("/"), create_app(data))])
     # A page from elsewhere must not read it by DNS rebinding.

@@ -1,8 +1,7 @@
-"""tokentrue rollout --ray: gateways with their engines, and rollout workers, as actors.
-
-A rollout belongs to the gateway that its key hashes to, which restores its sessions from its journal when restarted; with
-`nodes` they share one PostgreSQL record, and any gateway resumes the sessions of one that died. A `RolloutActor` restarts
-a lost rollout in the same session and gets the recorded replies."""
+"""tokentrue rollout --ray: gateways with their engines, and rollout workers, as actors. A rollout belongs to the
+gateway that its key hashes to, which restores its sessions from its journal when restarted; with `nodes` they share one
+PostgreSQL record, and any gateway resumes the sessions of one that died. A `RolloutActor` restarts a lost rollout in
+the same session and gets the recorded replies."""
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -42,7 +42,6 @@ PATIENCE_S = 120.0
 ANSWER_S = 10.0  # after which another actor is tried instead of one that is restarting
 
 
-# ---- actors
 class GatewayActor:
     """`settings` is a ServeConfig whose store outlives the process. Listens at its node's address."""
 
@@ -82,9 +81,8 @@ class RolloutActor:
 
     async def play(self, plan: Plan, gateways: Sequence[Any]) -> Rollout:
         """`gateways`: actor handles that can serve the session, the pinned one first."""
-        return await play_through(
-            self._environment, plan, lambda: find_gateway(gateways), self._config, self._admin_key
-        )
+        find = partial(find_gateway, gateways)
+        return await play_through(self._environment, plan, find, self._config, self._admin_key)
 
     def pid(self) -> int:
         return os.getpid()
@@ -107,7 +105,7 @@ async def play_through(
     config: RolloutConfig,
     admin_key: str,
 ) -> Rollout:
-    """Runs one rollout; restarts it in its session while the gateway is absent, for up to `PATIENCE_S`."""
+    """Restarts the rollout in its session while the gateway is absent, for up to `PATIENCE_S`."""
     began, end = time.perf_counter(), math.inf
     while True:
         try:
@@ -136,7 +134,7 @@ def is_conflict_or_absence(error: Exception) -> bool:
 
 
 def is_absence(trouble: BaseException) -> bool:
-    """True if a gateway or its actor was unreachable; False for a refusal or a failed agent."""
+    """False for a refusal or a failed agent."""
     import httpx
     import openai
 
@@ -145,7 +143,6 @@ def is_absence(trouble: BaseException) -> bool:
     return isinstance(trouble, (*sdk, *gone))
 
 
-# ---- the driver
 class Fleet:
     def __init__(self, settings: RolloutRun) -> None:
         self._ray, self._is_shared = import_ray(), settings.is_shared
@@ -156,14 +153,13 @@ class Fleet:
         gateway_class = self._ray.remote(**anywhere, max_concurrency=64, num_gpus=gpus)(GatewayActor)
         at_once = settings.rollout.concurrency
         worker_class = self._ray.remote(**anywhere, max_task_retries=-1, max_concurrency=at_once)(RolloutActor)
-        self.gateways = [
-            place(gateway_class, places, number).remote(serve_config(settings, number), admin_key)
-            for number in range(max(settings.gateways, len(places)))
-        ]
-        self.workers = [
-            place(worker_class, places, number).remote(settings.rollout, admin_key)
-            for number in range(max(settings.workers, len(places)))
-        ]
+
+        def start(kind: Any, count: int, given: Callable[[int], object]) -> list[Any]:
+            numbers = range(max(count, len(places)))
+            return [place(kind, places, number).remote(given(number), admin_key) for number in numbers]
+
+        self.gateways = start(gateway_class, settings.gateways, partial(serve_config, settings))
+        self.workers = start(worker_class, settings.workers, lambda _: settings.rollout)
         self._next_worker = itertools.cycle(self.workers)
 
     def gateways_for(self, plan: Plan) -> list[Any]:
@@ -196,9 +192,8 @@ def place(actor_class: Any, nodes: Sequence[str], number: int) -> Any:
         return actor_class
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return actor_class.options(
-        scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True)
-    )
+    strategy = NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True)
+    return actor_class.options(scheduling_strategy=strategy)
 
 
 def serve_config(settings: RolloutRun, number: int) -> ServeConfig:
@@ -224,8 +219,8 @@ async def play_all(fleet: Fleet, plans: Sequence[Plan], on_rollout: Callable[[Ro
 
 
 @contextlib.contextmanager
-def attach(address: str) -> Generator[Any, None, None]:
-    """This process's Ray, or a connection to `address` for the block; `local` starts one here."""
+def attach(address: str) -> Generator[Any]:
+    """This process's Ray, or a connection to `address` for the block."""
     ray = import_ray()
     mine = not ray.is_initialized()
     if mine:
@@ -245,7 +240,7 @@ def attach(address: str) -> Generator[Any, None, None]:
 
 
 def require_listener(address: str) -> None:
-    """Fails fast: Ray itself retries a wrong address for minutes."""
+    """Ray itself retries a wrong address for minutes."""
     found = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address)
     if found is None:
         return

@@ -134,7 +134,7 @@ def _opens_assistant(ids: Ids, place: int, renderer: Reader) -> bool:
 
 
 def _pairs(expected: list[_Segment], actual: list[_Segment], expected_ids: Ids, actual_ids: Ids) -> list[Pair]:
-    """Segments side by side. First by their exact ids, then, inside what differs, by kind alone."""
+    """First by their exact ids, then, inside what differs, by kind alone."""
 
     def keys(segments: list[_Segment], ids: Ids) -> list[tuple[int, ...]]:
         return [(s.key, *(ids[s.start : s.end] if s.key < 0 else ())) for s in segments]
@@ -208,8 +208,7 @@ def _script(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[IndexPa
     trace = _search(left, right) if left and right else None
     if trace is not None:
         return _backtrack(trace, len(left), len(right))
-    replaced: list[IndexPair] = [(n, None) for n in range(len(left))]
-    return replaced + [(None, n) for n in range(len(right))]
+    return [*((n, None) for n in range(len(left))), *((None, n) for n in range(len(right)))]
 
 
 def _search(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[dict[int, int]] | None:

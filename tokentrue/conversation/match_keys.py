@@ -1,5 +1,5 @@
 """Loose keys of messages: hashes of what no known lossy projection changes, chained over a conversation. A key only
-finds candidates; `find_changes` compares a replayed message with the served one."""
+finds candidates; `find_changes` compares."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def name_and_arguments(call: JsonMapping) -> tuple[str, JsonValue]:
 
 
 def read_written_calls(text: str, calls: Sequence[JsonMapping]) -> tuple[str, Sequence[JsonMapping]]:
-    """Text and calls of a message whose calls smolagents wrote into its text, as Python prints them."""
+    """Of a message whose calls smolagents wrote into its text, as Python prints them."""
     before, mark, written = text.rpartition(_WRITTEN_CALLS)
     if calls or not mark or (before and not before.endswith("\n")) or len(written) > _LONGEST_WRITTEN:
         return text, calls
@@ -207,7 +207,7 @@ def count_system(roles: Iterable[str]) -> int:
 
 
 def message_key(message: Message) -> bytes:
-    """Also covers the speaker's name: distinguishes sub-agents."""
+    """Covers the speaker's name: distinguishes sub-agents."""
     return candidate_key(message) + _hash([str(message.get("name") or "")])
 
 
@@ -216,8 +216,7 @@ def candidate_key(message: Message, field: str = "messages[]") -> bytes:
     check_calls(message, field)
     if role != "assistant":
         return _hash([role, text])
-    # In a replay, reasoning may precede a closing tag, and served text may contain such a tag: what follows the
-    # last is in both.
+    # Reasoning may precede a closing tag, and served text may contain one: what follows the last is in both.
     text, calls = read_written_calls(_CLOSING_TAG.split(text)[-1], calls_of(message))
     fields = [role, text.strip()]
     for call in calls:
@@ -240,11 +239,10 @@ def _hash(fields: Iterable[str]) -> bytes:
     return digest(*(field.encode("utf-8", "surrogatepass") for field in fields))
 
 
-# A replayed message beside the served one.
 def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
-    """The changes, sorted, if `replayed` is a known lossy projection of `served`; None if it is an edit. A replay
-    that *adds* to what was served is an edit: a wrong match is worse than a fork. A think tag in the served text is
-    text that the model wrote: only the replay is searched for inlined reasoning."""
+    """The changes, sorted, if `replayed` is a known lossy projection of `served`; None if it is an edit. A replay that
+    *adds* to what was served is an edit: a wrong match is worse than a fork. A think tag in the served text is the
+    model's own: only the replay is searched for inlined reasoning."""
     if served is replayed:
         return ()
     text, calls = _text_changes(served, replayed), _call_changes(served, replayed)
@@ -255,7 +253,6 @@ def find_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
 
 
 def _written_changes(served: Message, replayed: Message) -> tuple[str, ...] | None:
-    """smolagents sends no calls: it writes them into the text."""
     if not calls_of(served) or calls_of(replayed):
         return None
     text, calls = read_written_calls(text_of(replayed.get("content")), ())

@@ -1,5 +1,5 @@
-"""A request's messages, parsed once. An agent sends its whole conversation with every turn: leading messages with
-the same bytes (`sources`) as a cached conversation are shared."""
+"""A request's messages, parsed once. An agent sends its whole conversation with every turn: leading messages with the
+same bytes (`sources`) as a cached conversation are shared."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tokentrue.types import Message, Messages, Tools
 _KEPT = 8  # conversations of one session: parallel branches, other dialects
 _MESSAGE_BYTES = 1000  # estimate of one message's objects, without its text
 _OWN = b"\0"  # before the source of a message that no dialect parses; no JSON begins so
-_HASHED, _LONG_SOURCE = b"\1", 1 << 16  # a longer source is kept as its hash: images are most of it
+_HASHED, _LONG_SOURCE = b"\1", 1 << 16  # longer ones are kept as hashes
 
 
 class ConversationMessage:
@@ -52,7 +52,7 @@ class ConversationMessage:
         self.size = _MESSAGE_BYTES + 2 * len(text) + sum(len(image.data) for image in self.images)
 
     def repeats(self, recorded: Message) -> bool:
-        """True if this is exactly `recorded`, call ids aside: the key covers which call a result answers."""
+        """Call ids aside: the key covers which call a result answers."""
         return dumps(_comparable(recorded)) == dumps(_comparable(self.message))
 
 
@@ -69,10 +69,10 @@ def _comparable(value: JsonMapping) -> JsonObject:
 
 @record(eq=False)
 class Conversation(Sequence[Message]):
-    """`facts`: what was read of each message. `keys`: the chained loose key after each message. `sources`: the bytes of
-    the messages, in the items of dialect `format`; `ends[i]` counts the messages of the first i + 1 sources. `ends[i]`
-    is None where an assistant turn is still open after item i (`Dialect.splits_turns`), and from the first unsettled
-    item on (`Dialect.is_settled`): no prefix that ends there is shared with later requests."""
+    """`keys`: the chained loose key after each message. `sources`: the bytes of the messages, in the items of dialect
+    `format`; `ends[i]` counts the messages of the first i + 1 sources. It is None where an assistant turn is still open
+    after item i (`Dialect.splits_turns`), and from the first unsettled item on (`Dialect.is_settled`): no prefix that
+    ends there is shared."""
 
     facts: Sequence[ConversationMessage] = ()
     keys: Sequence[bytes] = ()
@@ -129,6 +129,7 @@ class Conversation(Sequence[Message]):
             note_calls(calls, index, read.call_ids)
             keys.append(key)
             references.append(reference)
+        added = sum(read.size for read in facts) + sum(map(len, map(memoryview, sources)))
         return replace(
             self,
             facts=[*self.facts, *facts],
@@ -137,9 +138,7 @@ class Conversation(Sequence[Message]):
             calls=calls,
             sources=[*self.sources, *sources],
             ends=[*self.ends, *ends],
-            messages_size=self.messages_size
-            + sum(read.size for read in facts)
-            + sum(map(len, map(memoryview, sources))),
+            messages_size=self.messages_size + added,
         )
 
     def replace_first(self, length: int, messages: Messages) -> Conversation:
@@ -150,7 +149,7 @@ class Conversation(Sequence[Message]):
         return tools.append([*first, *self.facts[length:]])
 
     def count_shared(self, sources: Sequence[Raw]) -> int:
-        """Number of equal leading sources, up to the end of a turn."""
+        """Up to the end of a turn."""
         shared = count_equal(self.sources, sources)
         while shared and self.ends[shared - 1] is None:
             shared -= 1
@@ -190,8 +189,6 @@ class ParsedConversation:
 
 
 class ByteBudget:
-    """Of all sessions of this process."""
-
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
@@ -209,7 +206,7 @@ class Conversations:
         self.used = 0
 
     def read(self, messages: Messages, tools: Tools | None) -> Conversation:
-        """For callers in this process. Notices messages changed in place."""
+        """Notices messages changed in place."""
         return messages if isinstance(messages, Conversation) else self.add(self.parse(messages, tools))
 
     def parse(self, messages: Messages, tools: Tools | None) -> ParsedConversation:
@@ -218,10 +215,8 @@ class Conversations:
             raise MessageError("at least one message is needed", field="messages")
         sources = list(map(own_source, own))
         base = self.find("", sources)
-        ends = range(len(base) + 1, len(own) + 1)
-        return ParsedConversation(
-            base=base, messages=own[len(base) :], sources=sources[len(base) :], ends=ends, tools=tools
-        )
+        ends, new = range(len(base) + 1, len(own) + 1), slice(len(base), None)
+        return ParsedConversation(base=base, messages=own[new], sources=sources[new], ends=ends, tools=tools)
 
     def find(self, format: str, sources: Sequence[Raw]) -> Conversation:
         """The longest prefix of `sources` that a cached conversation of dialect `format` has."""
@@ -233,12 +228,11 @@ class Conversations:
         return best.cut(most)
 
     def read_images(self, parsed: ParsedConversation) -> ReadImages:
-        """Blocks. May run in another thread."""
         base = parsed.base
         return self._images.read(parsed.messages, first=len(base), before=base.num_images)
 
     def add(self, parsed: ParsedConversation, images: ReadImages | None = None) -> Conversation:
-        """Caches the result: the messages must not be modified any more."""
+        """The messages must not be modified any more."""
         base, read = parsed.base, images or self.read_images(parsed)
         facts = [
             ConversationMessage(message, f"messages[{at}]", read.files)

@@ -1,7 +1,6 @@
-"""The environment protocol, its registry by name, and the configuration of rollouts.
-
-An environment lists tasks and runs one with an OpenAI client, or an object with the same `chat.completions.create`. It
-never sees tokens, sessions or the trainer, and sets no sampling values: the session pins them."""
+"""The environment protocol, its registry, and the configuration of rollouts. An environment lists tasks and runs one
+with an OpenAI client, or an object with the same `chat.completions.create`. It never sees tokens, sessions or the
+trainer, and sets no sampling values: the session pins them."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ def load_environment(name: str, options: JsonMapping | None = None) -> Environme
         known = ", ".join([*ENVIRONMENTS, *plugins])
         raise ConfigError(f"environment: no {name!r}; one of {known}, or package.module:Class")
     if name not in ENVIRONMENTS and os.getcwd() not in sys.path:
-        # The script `tokentrue` is in a folder of programs, so modules in the user's folder are not on its path.
+        # The script `tokentrue` has the folder of programs on its path, not the user's.
         sys.path.insert(0, os.getcwd())
     try:
         made = getattr(import_module(module_name), attribute)(**(options or {}))
@@ -95,8 +94,7 @@ def load_environment(name: str, options: JsonMapping | None = None) -> Environme
 
 @record
 class RolloutConfig:
-    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned on every session and override the
-    agent's."""
+    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned: they override the agent's."""
 
     environment: str = "calculator"
     options: JsonMapping = field(default_factory=JsonObject)
@@ -105,15 +103,14 @@ class RolloutConfig:
     group_size: AtLeastOne = 8
     temperature: NotNegative = 1.0
     max_tokens: AtLeastOne = 64
-    # ("system",) keeps each conversation's first system prompt; None: the gateway decides
-    pin: tuple[Literal["system"], ...] | None = None
+    pin: tuple[Literal["system"], ...] | None = None  # None: the gateway decides
     side_requests: Literal["leave_out", "train"] | None = None  # None: the gateway decides
     concurrency: AtLeastOne = 64
     timeout_s: Positive = 120.0
-    max_failed: Share = 0.5  # of a training round's rollouts that may fail; beyond it the run stops
-    resample: Count = 0  # per training round: how often groups with equal rewards are replaced by other tasks
+    max_failed: Share = 0.5  # of a training round's rollouts
+    resample: Count = 0  # how often groups with equal rewards are replaced
     seed: int = 0
-    top_logprobs: int = 0  # the sampler's most likely ids, recorded with each token (score centering)
+    top_logprobs: int = 0  # recorded with each token (score centering)
 
     def __post_init__(self) -> None:
         check_fields(self, "rollout")

@@ -1,5 +1,5 @@
-"""One model call through an OpenAI client, streamed or not, merged into one assistant message without its reasoning, as
-in most harnesses."""
+"""One model call through an OpenAI client, merged into one assistant message without its reasoning, as in most
+harnesses."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ async def ask(
 async def work(
     client: Any, chat: Chat, *, tools: Mapping[str, tuple[JsonMapping, Any]], max_turns: int, stream: bool = True
 ) -> str | None:
-    """The answer's text, or None after `max_turns`. `tools` maps a name to its definition and to a function from the
-    argument text to the result. `chat` grows in place."""
+    """The answer's text, or None after `max_turns`. `tools`: by name, definition and function from the argument text to
+    the result. `chat` grows in place."""
     definitions = [definition for definition, _ in tools.values()]
     for _ in range(max_turns):
         message = await ask(client, chat, tools=definitions, stream=stream)

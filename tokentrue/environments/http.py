@@ -1,7 +1,5 @@
-"""Sessions on a gateway over HTTP: opened by the admin routes, used with the OpenAI client, closed with a reward.
-
-Every model call carries an Idempotency-Key made of its body and the number of times this rollout sent that body
-before: a retry, or a rollout that restarts in its session, gets the recorded answers and adds nothing."""
+"""Sessions on a gateway over HTTP. Every model call carries an Idempotency-Key made of its body and the number of times
+this rollout sent that body before: a retry, or a rollout that restarts in its session, gets the recorded answers."""
 
 from __future__ import annotations
 
@@ -50,8 +48,8 @@ class GatewaySession:
 
 
 class GatewaySessions:
-    """A connection pool to one gateway. `resume` (needs the admin key) names sessions after their rollouts, so that a
-    restarted rollout resumes its session; `is_retried` selects errors after which it restarts."""
+    """`resume` (needs the admin key) names sessions after their rollouts, so that a restarted rollout resumes its
+    session; `is_retried` selects errors after which it restarts."""
 
     def __init__(
         self,
@@ -108,8 +106,8 @@ class GatewaySessions:
             del self._sent[key]
 
     @contextlib.asynccontextmanager
-    async def open(self, plan: Plan) -> AsyncGenerator[GatewaySession, None]:
-        """Ended with the block. It stays open only if the rollout will be resumed."""
+    async def open(self, plan: Plan) -> AsyncGenerator[GatewaySession]:
+        """Ended with the block, unless the rollout will be resumed."""
         # shielded: the gateway may hold the session already when a cancellation arrives
         creating = asyncio.ensure_future(self._create(plan))
         try:

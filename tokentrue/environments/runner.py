@@ -1,5 +1,5 @@
-"""Runs groups of rollouts: n per task, with bounded concurrency and a time limit each. Every planned rollout ends in
-exactly one `Rollout`, and what it samples does not depend on what runs beside it."""
+"""Runs groups of rollouts with bounded concurrency and a time limit each. Every planned rollout ends in exactly one
+`Rollout`, and what it samples does not depend on what runs beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokentrue.records import record
 
 @record
 class Plan:
-    """One rollout to run. `key` is unique in a run and names its session, so that a resumed run knows what is done."""
+    """`key` is unique in a run and names the session, so that a resumed run knows what is done."""
 
     key: str
     group: str
@@ -32,7 +32,7 @@ class Plan:
 
 @record
 class Rollout:
-    """`error` says how it failed and `trace` holds the traceback. `note` is the environment's."""
+    """`error` says how it failed, `trace` is the traceback. `note` is the environment's."""
 
     plan: Plan
     session_id: str
@@ -75,14 +75,10 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
     plans: list[Plan] = []
     for task in tasks:
         if not is_utf8(task.task_id):
-            raise ConfigError(
-                f"tasks: the id {task.task_id!r} holds a lone surrogate, which UTF-8 cannot hold; choose another id"
-            )
+            raise ConfigError(f"tasks: the id {task.task_id!r} holds a lone surrogate; choose another id")
         group = f"{tag}/{task.task_id}" if tag else task.task_id
-        plans += [
-            Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=derive_seed(seed, group, i))
-            for i in range(n)
-        ]
+        for i in range(n):
+            plans.append(Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=derive_seed(seed, group, i)))
     return plans
 
 
@@ -103,8 +99,8 @@ async def run_one(
     timeout_s: float,
     is_raised: Callable[[Exception], bool] = lambda _: False,
 ) -> Rollout:
-    """Whatever an agent raises, SystemExit and CancelledError of its own tasks included, fails only this rollout. Its
-    own cancellation, and errors that satisfy `is_raised`, propagate."""
+    """Whatever an agent raises, SystemExit and CancelledError of its own tasks included, fails only this rollout. The
+    rollout's own cancellation, and errors that satisfy `is_raised`, propagate."""
     began = time.perf_counter()
     session_id = ""
     task, limit = cast("asyncio.Task[object]", asyncio.current_task()), asyncio.timeout(timeout_s)
@@ -144,7 +140,7 @@ def failed_rollout(plan: Plan, error: BaseException | str, began: float, *, sess
     if isinstance(error, BaseException):
         said = f"{type(error).__name__}: {said}" if said else type(error).__name__
         trace = "".join(traceback.format_exception(error)).rstrip()
-    # Files, logs and terminals need UTF-8, and errors may quote file names with lone surrogates.
+    # Errors may quote file names with lone surrogates.
     said, trace = (text.encode("utf-8", "backslashreplace").decode() for text in (said, trace))
     seconds = time.perf_counter() - began
     return Rollout(plan=plan, session_id=session_id, reward=None, error=said, seconds=seconds, trace=trace)

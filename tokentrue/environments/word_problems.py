@@ -1,5 +1,5 @@
-"""Word problems with whole numbers 0..99, and the environment based on them. The shipped model was trained on the same
-generator; held-out texts never reach a training generator."""
+"""Word problems with whole numbers 0..99. The shipped model was trained on the same generator; held-out texts never
+reach a training generator."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def problems(rng: random.Random, *, split: Split, steps: int | None = None) -> I
 
 
 def calculate(arguments: str) -> str:
-    """The value of `{"expression": "12 + 5"}`, or an error sentence for the model: a bad call must not raise."""
+    """The value of `{"expression": "12 + 5"}`, or an error for the model: a bad call must not raise."""
     try:
         expression = json.loads(arguments)["expression"]
     except (ValueError, KeyError, TypeError):

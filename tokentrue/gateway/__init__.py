@@ -10,7 +10,7 @@ __all__ = ["Gateway", "GatewayConfig", "GatewayLimits"]  # pyright: ignore[repor
 def __getattr__(name: str) -> Any:
     if name != "Gateway":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # On first use: the configuration, and with it every command's --help, needs no web server.
+    # On first use: every command's --help needs the configuration, and no web server.
     from tokentrue.gateway.app import Gateway
 
     return Gateway

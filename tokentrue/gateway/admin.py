@@ -8,8 +8,7 @@ import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import orjson
@@ -23,7 +22,7 @@ from tokentrue.gateway.asgi import HttpError, Receive, Scope, Send, read_body
 from tokentrue.gateway.auth import SESSION_ID, check_session_id, hash_key, new_session_key
 from tokentrue.gateway.dialects.base import decode_body, encode
 from tokentrue.gateway.metrics import CONTENT_TYPE, build_page, engine_families
-from tokentrue.gateway.model_routes import OPERATIONS, SESSION_ROOT
+from tokentrue.gateway.model_routes import OPERATIONS, SESSION_ROOT, Body
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.serving.forwarding import count_forwards
 from tokentrue.gateway.sessions import SessionHandle
@@ -66,8 +65,7 @@ class GiveReward(AdminBody):
 
 
 class Pause(AdminBody):
-    """`drain`: reply when nothing is in flight, or after `timeout_s`. `abort`: interrupt what is sampled; it
-    continues after resume."""
+    """`drain`: reply when nothing is in flight, or after `timeout_s`. `abort`: interrupt what is sampled, until resume."""
 
     drain: bool = False
     abort: bool = False
@@ -113,7 +111,6 @@ class AdminRequest:
     def checkout(self) -> AbstractAsyncContextManager[SessionHandle]:
         return self.services.sessions.checkout(self.session_id)
 
-    # Sessions.
     async def create(self) -> JsonObject:
         body: CreateSession = self.body
         services = self.services
@@ -191,7 +188,7 @@ class AdminRequest:
         data, media_type = await asyncio.to_thread(journal.read_image, self.session_id, name)
         return Response(data, media_type=media_type, headers=IMAGE_HEADERS)
 
-    # Weight updates. The worker that gets the request applies it to all workers of the server.
+    # Weight updates: the worker that gets the request applies it to all workers.
     async def pause(self) -> JsonObject:
         body: Pause = self.body
         if body.drain and body.abort:
@@ -230,7 +227,6 @@ class AdminRequest:
             raise HttpError(503, "worker_restarting", "a worker does not answer; send this again", retry_after_s=1.0)
         return [orjson.loads(answer) for answer in answers if answer is not None]
 
-    # Health and metrics.
     async def health(self) -> JsonObject:
         return {"status": "ok"}
 
@@ -280,15 +276,14 @@ def samples_response(session_id: str, assembly: Assembly, format_: str) -> Respo
     return Response(content, media_type="application/json")
 
 
-@dataclass(frozen=True, slots=True)
-class AdminOperation:
+class AdminOperation(NamedTuple):
     path: str
     handler: Callable[..., Awaitable[Response | JsonObject]]
     summary: str
     method: str = "GET"
     needs_admin: bool = True
-    body: type[msgspec.Struct] | None = None
-    query: type[msgspec.Struct] | None = None
+    body: Body = None
+    query: Body = None
     status: int = 200
     media_type: str = "application/json"
 
@@ -348,16 +343,12 @@ class AdminEndpoint:
         await response(scope, receive, send)
 
 
-# The OpenAPI document, built from the route tables and the structs of bodies.
+# The OpenAPI document.
 SCHEMAS = "#/components/schemas/"
 ERRORS = ("400", "401", "403", "404", "405", "409", "413", "422", "429", "502", "503", "504")
 ERROR: JsonObject = {"description": "refused", "content": {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}}
 EVENTS: JsonObject = {"name": "alt", "in": "query", "required": True, "schema": {"enum": ["sse"]}}
-PATTERNS = {
-    "session_id": f"^{SESSION_ID.pattern}$",
-    "model": "^[A-Za-z0-9._-]+$",
-    "sha256": "^[0-9a-f]{64}$",
-}  # of names in paths
+PATTERNS = {"session_id": f"^{SESSION_ID.pattern}$", "model": "^[A-Za-z0-9._-]+$", "sha256": "^[0-9a-f]{64}$"}
 PAGE: JsonObject = {
     "summary": "The viewer, a web page; takes the admin key as the password of HTTP Basic, too",
     "responses": {
@@ -381,10 +372,10 @@ def openapi_document() -> JsonObject:
         streams = operation.does == "generate" and operation.streams is not False
         kinds = ["application/json", *(["text/event-stream"] if streams else [])]
         query = [EVENTS] if operation.streams else []
-        for root, who in (("", "the key names the session"), (SESSION_ROOT, "the URL names the session")):
+        for root, who in (("", "key"), (SESSION_ROOT, "URL")):
             path = f"{root}/{operation.versions[0]}/{operation.path.replace(':path}', '}')}"
-            shown = describe_operation(path, f"{operation.summary}; {who}", operation.body, kinds, query)
-            paths[path] = {operation.method.lower(): shown}
+            summary = f"{operation.summary}; the {who} names the session"
+            paths[path] = {operation.method.lower(): describe_operation(path, summary, operation.body, kinds, query)}
     for each in ADMIN:
         fields: JsonObject = {}
         if each.query is not None:
@@ -403,13 +394,7 @@ def openapi_document() -> JsonObject:
 
 
 def describe_operation(
-    path: str,
-    summary: str,
-    body: type[msgspec.Struct] | None,
-    media_types: Iterable[str],
-    query: Iterable[JsonObject],
-    *,
-    status: int = 200,
+    path: str, summary: str, body: Body, media_types: Iterable[str], query: Iterable[JsonObject], *, status: int = 200
 ) -> JsonObject:
     good: JsonObject = {"description": summary, "content": {kind: {"schema": {}} for kind in media_types}}
     described: JsonObject = {"summary": summary, "responses": {str(status): good, **dict.fromkeys(ERRORS, ERROR)}}

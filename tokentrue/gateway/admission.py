@@ -1,5 +1,4 @@
-"""Admission control: the limit on generations in flight, the queue before it, fair to sessions, and the pause while
-weights change."""
+"""Admission control: generations in flight, a queue that is fair to sessions, and the pause while weights change."""
 
 from __future__ import annotations
 
@@ -53,8 +52,8 @@ class AdmissionGate:
         return True
 
     @asynccontextmanager
-    async def admit(self, session_id: str) -> AsyncGenerator[None, None]:
-        """Holds one slot for the block; call it after `wait_for_resume`."""
+    async def admit(self, session_id: str) -> AsyncGenerator[None]:
+        """Call it after `wait_for_resume`."""
         if self.in_flight < self._limits.in_flight and not self._queue and not self.closing:
             self._begin()
         else:
@@ -99,10 +98,8 @@ class AdmissionGate:
                 if not waiting:
                     del self._queue[session_id]
             if isinstance(error, TimeoutError):
-                raise full(
-                    f"{self.in_flight} generations are in flight and none ended within {self._limits.queue_s:g} s "
-                    "(limits.queue_s); try again"
-                ) from None
+                waited = f"none ended within {self._limits.queue_s:g} s (limits.queue_s)"
+                raise full(f"{self.in_flight} generations are in flight and {waited}; try again") from None
             raise
 
     async def wait_for_resume(self) -> None:

@@ -54,9 +54,8 @@ class Gateway:
         )
         self.config, self.provider = self.services.config, self.services.provider
         pages = view_routes(self.services.keys, view) if view is not None else []
-        self._router = Router(
-            routes=[*model_routes(self.services), *pages, *admin_routes(self.services)], redirect_slashes=False
-        )
+        routes = [*model_routes(self.services), *pages, *admin_routes(self.services)]
+        self._router = Router(routes=routes, redirect_slashes=False)
         self._background: list[asyncio.Task[None]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +63,7 @@ class Gateway:
             await self._run_lifespan(receive, send)
         elif scope["type"] == "http":
             errors = self.services.metrics.errors
-            # Of the administrator's routes and unknown paths: `ModelEndpoint` answers errors in its own dialect.
+            # `ModelEndpoint` answers errors in its own dialect.
             await answer_errors(self._route, scope, receive, WatchedSend(send), dialect=OpenAIChat, errors=errors)
         else:
             await send({"type": "websocket.close", "code": 1008})
@@ -75,7 +74,6 @@ class Gateway:
             raise HttpError(404, "unknown_path", "no such path: it has a dot segment")
         await self._router(scope, receive, send)
 
-    # Start-up and shutdown.
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:
         try:
             while (await receive())["type"] == "lifespan.startup":
@@ -124,13 +122,12 @@ class Gateway:
 
 
 def release_freed_memory() -> bool:
-    # Encoding a text takes about a hundred times its size, in many small blocks. glibc keeps what is freed
-    # of them in the threads' arenas: the process stays as large as the sum of each thread's peak.
+    # Encoding a text takes about a hundred times its size, in small blocks. glibc keeps what is freed of them in the
+    # threads' arenas: the process stays as large as the sum of each thread's peak.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # musl has none
     return trim is not None and trim(0) == 1
 
 
-# The viewer.
 def view_routes(keys: ApiKeys, load: LoadPage) -> list[BaseRoute]:
     async def redirect(request: Request) -> Response:
         return RedirectResponse("view/")
@@ -139,8 +136,8 @@ def view_routes(keys: ApiKeys, load: LoadPage) -> list[BaseRoute]:
 
 
 class AdminPage:
-    """A read-only web page, built on first request. Browsers send no bearer token: this path accepts HTTP Basic,
-    too. They repeat a password by themselves, so nothing here may change state."""
+    """A read-only page. Browsers send no bearer token: this path accepts HTTP Basic, too. They repeat a password by
+    themselves, so nothing here may change state."""
 
     def __init__(self, keys: ApiKeys, load: LoadPage) -> None:
         self._keys, self._load = keys, load

@@ -51,7 +51,7 @@ class ClientGone(Exception):
 
 
 class WatchedSend:
-    """Records the status of the reply; 0 before that."""
+    """`status`: of the reply; 0 before that."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -72,7 +72,7 @@ class BodyBudget:
         self.used = 0
 
     @asynccontextmanager
-    async def read(self, scope: Scope, receive: Receive, limit: int) -> AsyncGenerator[bytes, None]:
+    async def read(self, scope: Scope, receive: Receive, limit: int) -> AsyncGenerator[bytes]:
         taken = 0
 
         def take(size: int) -> None:
@@ -131,7 +131,7 @@ async def answer_errors(
     dialect: type[Dialect],
     errors: Any,
 ) -> None:
-    """Turns exceptions into a reply in the dialect, or into the last event of a started stream."""
+    """As a reply in the dialect, or as the last event of a started stream."""
     try:
         await app(scope, receive, send)
         return
@@ -186,7 +186,7 @@ class EventStream:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     @contextmanager
-    def keep_alive(self, every_s: float) -> Generator[None, None, None]:
+    def keep_alive(self, every_s: float) -> Generator[None]:
         async def ping() -> None:
             while True:
                 await asyncio.sleep(max(0.0, self._last_write + every_s - time.monotonic()))
@@ -206,8 +206,8 @@ class EventStream:
 
 
 @contextmanager
-def cancel_on_disconnect(receive: Receive) -> Generator[None, None, None]:
-    """Raises `ClientGone` in the block when the client disconnects. The body must have been read before."""
+def cancel_on_disconnect(receive: Receive) -> Generator[None]:
+    """Raises `ClientGone` in the block. The body must have been read before."""
     work = asyncio.current_task()
     assert work is not None
     disconnected = False

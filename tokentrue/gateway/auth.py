@@ -1,5 +1,4 @@
-"""API keys. A session key contains the session's id, so that any worker finds its owner, and a secret whose hash is
-stored."""
+"""A session's API key contains its id, so that any worker finds its owner, and a secret whose hash is stored."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 def check_session_id(value: str) -> str:
     if not SESSION_ID.fullmatch(value):
-        raise InputError(
-            "session_id: use 1 to 128 of the characters A-Z a-z 0-9 . _ : -, starting with a letter or a digit"
-        )
+        allowed = "1 to 128 of the characters A-Z a-z 0-9 . _ : -, starting with a letter or a digit"
+        raise InputError(f"session_id: use {allowed}")
     return value
 
 
@@ -48,7 +46,7 @@ def hash_key(key: str) -> str:
 
 @record
 class SessionAccess:
-    """The session that a request names, and the hash that its key must match; None for the admin key."""
+    """`key_hash`: what the presented key must match; None for the admin key."""
 
     session_id: str
     key_hash: str | None
@@ -59,7 +57,7 @@ class SessionAccess:
             raise invalid_key()
 
     @contextmanager
-    def hide_session(self) -> Generator[None, None, None]:
+    def hide_session(self) -> Generator[None]:
         """A wrong key does not reveal whether the session exists."""
         try:
             yield
@@ -81,13 +79,11 @@ class ApiKeys:
         return hmac.compare_digest(presented.encode(), self._admin)
 
     def authenticate(self, headers: Headers, named: str | None, in_url: str | None = None) -> SessionAccess:
-        """The session is `named` in the path, or in the key, or, with the admin key, in a header. `in_url` is a key
-        from the query (Google)."""
+        """The session is `named` in the path, or in the key, or, with the admin key, in a header. `in_url`: a key from
+        the query (Google)."""
         presented = read_key(headers) or in_url
         if presented is None:
-            raise HttpError(
-                401, "missing_key", "send the session's api_key as Authorization: Bearer, x-api-key or x-goog-api-key"
-            )
+            raise HttpError(401, "missing_key", "send the session's api_key as Authorization: Bearer or x-api-key")
         if self.is_admin(presented):
             if named is not None:
                 return SessionAccess(session_id=named, key_hash=None)

@@ -29,7 +29,7 @@ LARGEST = {"tokentrue_paused", "tokentrue_policy_version"}  # the rest adds up o
 
 
 class TurnClock:
-    """`engine_s`: seconds with at least one engine call running, as the calls of n choices overlap."""
+    """`engine_s`: with at least one engine call running, as the calls of n choices overlap."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -42,6 +42,10 @@ class TurnClock:
         if not self._running:
             self._since = time.perf_counter()
         self._running += 1
+
+    @property
+    def engine_ms(self) -> float:
+        return round(self.engine_s * 1000, 3)
 
     def leave_engine(self) -> None:
         self._running -= 1
@@ -142,8 +146,8 @@ class Metrics:
             self.tokens.labels(kind)
 
     def note_turn(self, dialect: str, reply: Reply, sampled: int, clock: TurnClock, *, streamed: bool) -> float | None:
-        """Returns the seconds outside of the engine; None for a reply from the record, which may have waited for
-        another's call."""
+        """The seconds outside of the engine; None for a reply from the record, which may have waited for another's
+        call."""
         total_s = time.perf_counter() - clock.started
         self.turn_time.observe(total_s)
         if clock.first_byte is not None:

@@ -7,8 +7,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing, nullcontext
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -47,15 +47,16 @@ from tokentrue.turn import Session
 from tokentrue.types import Reply, TurnRequest
 
 SESSION_ROOT = "/sessions/{session_id}"
+Body: TypeAlias = type[msgspec.Struct] | None
+Replies: TypeAlias = Sequence[Reply]
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     path: str
     dialect: type[Dialect]
     does: Literal["generate", "count", "list", "nothing"]
     summary: str = ""
-    body: type[msgspec.Struct] | None = None
+    body: Body = None
     streams: bool | None = None
     versions: Sequence[str] = ("v1",)
 
@@ -64,7 +65,7 @@ class Operation:
         return "GET" if self.does == "list" else "POST"
 
 
-_GOOGLE = Operation("", Google, "generate", body=GenerateBody, versions=("v1beta", "v1"))
+_GOOGLE = Operation("", Google, "generate", body=GenerateBody, versions=("v1beta", "v1"))._replace
 _MODEL = "models/{model:path}"
 OPERATIONS = (
     Operation("chat/completions", OpenAIChat, "generate", "OpenAI Chat Completions", ChatBody),
@@ -73,11 +74,11 @@ OPERATIONS = (
     Operation("messages", Anthropic, "generate", "Anthropic Messages", MessagesBody),
     Operation("messages/count_tokens", Anthropic, "count", "Anthropic token count", CountBody),
     Operation("models", OpenAIChat, "list", "The model served here, and its adapters"),
-    replace(_GOOGLE, path=f"{_MODEL}:generateContent", streams=False, summary="Google generateContent"),
-    replace(_GOOGLE, path=f"{_MODEL}:streamGenerateContent", streams=True, summary="Google streamGenerateContent"),
-    replace(_GOOGLE, path=f"{_MODEL}:countTokens", does="count", summary="Google countTokens", body=CountTokensBody),
+    _GOOGLE(path=f"{_MODEL}:generateContent", streams=False, summary="Google generateContent"),
+    _GOOGLE(path=f"{_MODEL}:streamGenerateContent", streams=True, summary="Google streamGenerateContent"),
+    _GOOGLE(path=f"{_MODEL}:countTokens", does="count", summary="Google countTokens", body=CountTokensBody),
 )
-# The last routes: they decide the dialect of the error for an unknown path.
+# They decide the dialect of the error for an unknown path.
 _UNKNOWN = (
     Operation(_MODEL + ":{verb}", Google, "nothing"),
     Operation("{rest:path}", Google, "nothing", versions=("v1beta",)),
@@ -121,7 +122,7 @@ class ModelEndpoint:
             with services.sessions.keep_loaded(await self._find(access)) as handle:
                 await request.run(handle)
         except BaseException as error:
-            # Before `run` nothing of the body has been read: the owner serves and logs the request.
+            # Nothing of the body has been read: the owner serves and logs the request.
             if isinstance(error, SessionElsewhere) and not request.is_running:
                 await services.peers.forward(error, scope, receive, send)
                 return
@@ -207,9 +208,7 @@ class ModelRequest:
         )
         return head, request
 
-    async def _answer(
-        self, session: Session, dialect: Dialect, head: RequestHead, request: TurnRequest
-    ) -> Sequence[Reply]:
+    async def _answer(self, session: Session, dialect: Dialect, head: RequestHead, request: TurnRequest) -> Replies:
         replies = await session.turn(request)
         if getattr(head.options, "return_token_ids", False):
             head = replace(head, prompt_ids=session.tree.prompt_ids(session.tree.get(replies[0].node)))
@@ -218,9 +217,7 @@ class ModelRequest:
         await send_json(self._send, 200, answer, *names)
         return replies
 
-    async def _stream(
-        self, session: Session, dialect: Dialect, head: RequestHead, request: TurnRequest
-    ) -> Sequence[Reply]:
+    async def _stream(self, session: Session, dialect: Dialect, head: RequestHead, request: TurnRequest) -> Replies:
         replies, encoder = list[Reply](), dialect.encoder(dialect, head, session.renderer.decode)
         stream = self._scope[STREAM] = EventStream(self._send, encoder)
         with stream.keep_alive(self._services.config.keep_alive_s):
@@ -233,41 +230,27 @@ class ModelRequest:
         await stream.end()
         return replies
 
-    def _log_turn(self, session_id: str, head: RequestHead, replies: Sequence[Reply]) -> None:
+    def _log_turn(self, session_id: str, head: RequestHead, replies: Replies) -> None:
         first, sampled, name = replies[0], count_sampled(replies), self._operation.dialect.name
         annotate(session=session_id, node=first.node, tokens_in=first.prompt_tokens, streamed=head.stream)
         added_s = self._services.metrics.note_turn(name, first, sampled, self._clock, streamed=head.stream)
+        added_ms = None if added_s is None else round(added_s * 1000, 3)
         log_line(
-            "turn",
-            session=session_id,
-            node=first.node,
-            dialect=name,
-            streamed=head.stream,
-            tokens_in=first.prompt_tokens,
-            tokens_new=first.given_tokens,
-            tokens_sampled=sampled,
-            added_ms=None if added_s is None else round(added_s * 1000, 3),
-            engine_ms=round(self._clock.engine_s * 1000, 3),
-            projection=first.projection,
-            fork=first.edge_reason,
-            replayed=first.from_record,
-            policy_version=first.completion.policy_version,
+            "turn", session=session_id, node=first.node, dialect=name, streamed=head.stream,
+            tokens_in=first.prompt_tokens, tokens_new=first.given_tokens, tokens_sampled=sampled,
+            added_ms=added_ms, engine_ms=self._clock.engine_ms, projection=first.projection, fork=first.edge_reason,
+            replayed=first.from_record, policy_version=first.completion.policy_version,
             finish=first.completion.finish_reason,
-        )
+        )  # fmt: skip
 
     def log_failure(self, session_id: str, error: BaseException) -> None:
         said: JsonObject = {"status": None, "code": "client_gone", "message": None, "field": None}
         if not isinstance(error, ClientGone | asyncio.CancelledError):
             problem = problem_from(error)
             said = {"status": problem.status, "code": problem.code, "message": str(problem), "field": problem.field}
-        log_line(
-            "turn_failed",
-            session=session_id,
-            dialect=self._operation.dialect.name,
-            **said,
-            total_ms=round((time.perf_counter() - self._clock.started) * 1000, 3),
-            engine_ms=round(self._clock.engine_s * 1000, 3),
-        )
+        total_ms, name = round((time.perf_counter() - self._clock.started) * 1000, 3), self._operation.dialect.name
+        times: JsonObject = {"total_ms": total_ms, "engine_ms": self._clock.engine_ms}
+        log_line("turn_failed", session=session_id, dialect=name, **said, **times)
 
 
 def list_models(names: Sequence[str]) -> JsonObject:

@@ -66,7 +66,6 @@ class Services:
             **settings,
         )
 
-    # What the administrator sets.
     def set_paused(self, paused: bool) -> None:
         self.admin_state.paused = paused
         self.restore_admin_state(has_weights=False)
@@ -76,13 +75,10 @@ class Services:
         self.restore_admin_state()
 
     def restore_admin_state(self, *, has_weights: bool = True) -> None:
-        """Applies what is stored. `has_weights`: the engine has the weights of that version."""
+        """`has_weights`: the engine has the weights of that version."""
         paused = self.admin_state.paused
         for gate in (self.admission, self.provider.inner):
-            if paused:
-                gate.pause()
-            else:
-                gate.resume()
+            (gate.pause if paused else gate.resume)()
         self.metrics.paused.set(paused)
         if has_weights:
             self.provider.version = self.admin_state.version

@@ -1,5 +1,4 @@
-"""Sessions in memory, evicted when idle, too many or too large; never while in use, so a session has one live
-object."""
+"""Sessions in memory, evicted when idle, too many or too large; never while in use, so a session has one live object."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ NODE_BYTES = 4096
 
 
 def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> SessionLimits:
-    """Half of `live_sessions_bytes` for one session: one in use cannot be evicted."""
+    """One in use cannot be evicted."""
     most = limits.live_sessions_bytes // 2 // TOKEN_BYTES
     return replace(session_limits, max_tokens=min(most, session_limits.max_tokens or most))
 
@@ -74,12 +73,11 @@ class SessionHandle:
         self._coverage: tuple[int, Coverage] | None = None  # (session revision, coverage)
         self._has_warned = False  # of answers that replace each other
 
-    # Requests.
     async def parse(self, dialect: Dialect, body: bytes) -> tuple[RequestHead, Conversation]:
         decoded = dialect.decode(body)
         conversation, head = await self.read_conversation(dialect, decoded), decoded.head
         tool_choice = head.sampling.extra.get("tool_choice")
-        if tool_choice is not None:  # enforced by a structural tag in the call format of this session's model
+        if tool_choice is not None:  # enforced by a tag in this model's call format
             is_named = isinstance(tool_choice, Mapping)
             name = cast("JsonMapping", tool_choice)["function"]["name"] if is_named else None
             tag = self.session.renderer.call_tag(head.tools or (), name=name)
@@ -87,10 +85,8 @@ class SessionHandle:
                 raise MessageError(f"cannot be enforced: {tag.detail}", field="tool_choice")
             head = replace(head, sampling=replace(head.sampling, extra={**head.sampling.extra, "tool_choice": tag}))
         if head.tools and ignores_tools(self.session.renderer):
-            raise TemplateError(
-                "this model's chat template ignores tools: the model would not see them; leave them out, or use "
-                "another template"
-            )
+            cure = "leave them out, or use another template"
+            raise TemplateError(f"this model's chat template ignores tools: the model would not see them; {cure}")
         return head, conversation
 
     async def read_conversation(self, dialect: Dialect, decoded: DecodedBody) -> Conversation:
@@ -103,16 +99,15 @@ class SessionHandle:
             if node is None:
                 raise MessageError("no such response in this session", field="previous_response_id")
             before = self.session.tree.messages(node)
-            if node.replaced:  # a pinned prompt may replace them here; the instructions are in what the client sent
+            if node.replaced:  # by a pinned prompt; the instructions are in what the client sent
                 before = [*node.replaced, *before[count_system(map(read_role, before)) :]]
             history += before[1 if head.was_instructed else 0 :]  # `instructions` are never carried over
         conversations = self.session.conversations
         return await add_parsed(conversations, dialect.parse_conversation(decoded, conversations, history=history))
 
-    # Names of retried requests.
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
-        """Shared only with retries: the client's `Idempotency-Key`, or, for SDKs that send
-        `x-stainless-retry-count`, the body's digest and a counter."""
+        """The client's `Idempotency-Key`, or, for SDKs that send `x-stainless-retry-count`, the body's digest and a
+        counter."""
         given = read_header(scope["headers"], b"idempotency-key")
         retries = read_header(scope["headers"], b"x-stainless-retry-count")
         if given:
@@ -140,9 +135,8 @@ class SessionHandle:
             said = "one prompt was sent twice, its first answer is not trained; ask with n, or open a session for each"
             log_line("retried", logging.WARNING, session=self.session.id, message=said)
 
-    # State.
     @contextmanager
-    def count_in_flight(self) -> Generator[None, None, None]:
+    def count_in_flight(self) -> Generator[None]:
         if self.in_flight >= self._limits.in_flight_per_session:
             message = f"{self.in_flight} generations of this session are in flight"
             raise HttpError(429, "too_many_in_flight", message, retry_after_s=1.0)
@@ -208,8 +202,8 @@ class SessionRegistry:
         self._live: OrderedDict[str, SessionHandle] = OrderedDict()
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._budget = ByteBudget(limits.message_caches_bytes)
-        self.memory_bytes = 0  # estimate for all sessions in memory
-        # Of evicted sessions, minus what reloaded ones had: with that of live sessions it is the total since start.
+        self.memory_bytes = 0
+        # Of evicted sessions, minus what reloaded ones had.
         self._evicted_coverage = CoverageTotals()
 
     def __len__(self) -> int:
@@ -219,12 +213,12 @@ class SessionRegistry:
         return self._live.get(session_id)
 
     @asynccontextmanager
-    async def checkout(self, session_id: str) -> AsyncGenerator[SessionHandle, None]:
+    async def checkout(self, session_id: str) -> AsyncGenerator[SessionHandle]:
         with self.keep_loaded(await self.open(session_id)) as handle:
             yield handle
 
     @contextmanager
-    def keep_loaded(self, handle: SessionHandle) -> Generator[SessionHandle, None, None]:
+    def keep_loaded(self, handle: SessionHandle) -> Generator[SessionHandle]:
         """Call it right after `open`, without an await in between."""
         handle.users += 1
         try:

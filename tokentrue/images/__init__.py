@@ -1,6 +1,6 @@
-"""Image files of requests. The first bytes decide the format, and Pillow is given only that one. A file that is also
-an archive or a script is refused. URLs are fetched from hosts that the operator allows: no redirect, no private
-address."""
+"""Image files of requests. The first bytes decide the format, and Pillow is given only that one. A file that is also an
+archive or a script is refused. URLs are fetched from hosts that the operator allows: no redirect, no private address.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PASSES = (  # of a PNG, and of an interlaced one: first column and row, distanc
     ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
 )
 _AFTER_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # the first marker after a JPEG's entropy-coded data
-# Addresses that lead into another network, or to an IPv4 address that would have to be checked in its place.
+# They lead into another network, or to an IPv4 address that would have to be checked.
 _TUNNELS = tuple(
     map(ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96", "fec0::/10", "192.88.99.0/24"))
 )
@@ -44,8 +44,7 @@ _CHUNK = 1 << 16
 
 @record
 class ImageSettings(Checked):
-    """`fetch`: hosts whose URLs the gateway fetches. The numbers per request count repeated images, those per
-    session do not."""
+    """`fetch`: hosts whose URLs the gateway fetches. The numbers per request count repeated images."""
 
     fetch: tuple[str, ...] = ()
     fetch_s: Positive = 10.0
@@ -84,7 +83,7 @@ def is_turned(data: bytes) -> bool:
 
 
 def check_image(data: bytes, declared: str | None, settings: ImageSettings) -> ImageFile:
-    """Decodes the whole file: a truncated or oversized one must not be recorded. `declared` is a media type."""
+    """Decodes the whole file: a truncated or oversized one must not be recorded."""
     pillow, found = import_pillow(), find_media_type(data)
     declared = {"image/jpg": "image/jpeg"}.get(declared or "", declared)
     if declared not in (None, found):
@@ -171,7 +170,7 @@ def _end_of_png(data: bytes) -> int:
 
 
 def _check_png_rows(data: bytes) -> None:
-    """Raises if rows are missing, which Pillow leaves black."""
+    """Pillow leaves missing rows black."""
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     bits = data[24] * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[data[25]]
     sizes = [(-((left - width) // wide), -((top - height) // tall)) for left, top, wide, tall in _PASSES[data[28]]]

@@ -35,21 +35,20 @@ KeptRows = Sequence[Sequence[int]]  # the ids that filters kept, one row per tok
 
 
 class CompletionBuilder:
-    """Collects one generation for the sent `prompt_ids`."""
+    """One generation for the sent `prompt_ids`."""
 
     def __init__(
         self, engine: str, prompt_ids: TokenIds, *, version: int | None = None, must_count: bool = False
     ) -> None:
-        """`version`: of the adapter that samples. `must_count`: the engine expands images itself, so it must report
-        how many tokens the prompt had."""
+        """`version`: of the adapter that samples. `must_count`: the engine expands images, so it must count the prompt."""
         self.engine, self.prompt_ids, self._version, self._must_count = engine, prompt_ids, version, must_count
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[Mapping[int, float]] = []
         self.raw: list[float] = []
-        # Of each piece that was appended: its tokens, their policy version, and what filters kept (if reported).
+        # Of each piece: its tokens, their policy version, and what filters kept (if reported).
         self._pieces: list[tuple[int, int, SamplingMask | None]] = []
-        self._taken = 0  # tokens
+        self._taken = 0
         self._new = 0  # the first piece that was not taken yet
 
     def add(
@@ -98,7 +97,7 @@ class CompletionBuilder:
             )
 
     def take_read(self, events: Iterable[bytes], add: Callable[[bytes], None]) -> Iterator[Chunk]:
-        """The chunks of one read. If `add` refuses an event, yields the tokens of earlier events first."""
+        """If `add` refuses an event, yields the tokens of earlier events first."""
         try:
             for event in events:
                 add(event)
@@ -124,10 +123,9 @@ class CompletionBuilder:
         versions: Sequence[VersionSpan] | None = None,
     ) -> Completion:
         """`finish` is the engine's word, `prompt_tokens` its count."""
-        if finish is None:
-            raise EngineContractError(f"{self.engine} ended its answer without a finish reason")
         if finish not in set(Finish):
-            raise EngineContractError(f"{self.engine} ended with an unknown finish reason {finish!r}")
+            reason = "without a finish reason" if finish is None else f"with an unknown finish reason {finish!r}"
+            raise EngineContractError(f"{self.engine} ended its answer {reason}")
         if prompt_tokens is None and self._must_count:
             raise EngineContractError(f"{self.engine} did not count the tokens of a prompt with images")
         if prompt_tokens is not None and prompt_tokens != len(self.prompt_ids):
@@ -173,12 +171,9 @@ def collapse_images(engine: str, ids: TokenIds, images: Sequence[PromptImage]) -
 
 
 def refuse_unknown_extra(engine: str, sampling: Sampling, known: frozenset[str]) -> None:
-    unknown = sorted(set(sampling.extra) - known)
-    if unknown:
+    if unknown := sorted(set(sampling.extra) - known):
         supported = ", ".join(sorted(known)) or "none"
-        raise SamplingError(
-            f"engine {engine!r} does not support {', '.join(unknown)}; supported extra settings: {supported}"
-        )
+        raise SamplingError(f"engine {engine!r} does not support {', '.join(unknown)}; it takes: {supported}")
 
 
 def refuse_constraints(engine: str, extra: JsonMapping) -> None:

@@ -19,7 +19,7 @@ from tokentrue.types import FILTERS, UNVERSIONED, Chunk, Ids, PromptImage, Sampl
 
 
 class ExactProvider(Streaming):
-    """`model` is a directory, a hub id or a model object; `decode` (a renderer's) is needed only for stop strings."""
+    """`model`: a directory, a hub id or a model object; `decode` (a renderer's) is needed only for stop strings."""
 
     name = "exact"
     truthful_filters = FILTERS
@@ -40,7 +40,7 @@ class ExactProvider(Streaming):
         kv_tokens: int | None = None,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
-        """`adapters` are loaded at start: name -> directory saved by peft."""
+        """`adapters`: by name, directories saved by peft."""
         self.engine = ExactEngine(
             model, device, dtype, pipeline, tensor, leaves=leaves, limits=limits, max_len=max_len, kv_tokens=kv_tokens, version=version, read=decode
         )  # fmt: skip

@@ -35,9 +35,9 @@ class HFProvider(Streaming):
         version: int = UNVERSIONED,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._model: Any = (
-            model if isinstance(model, torch.nn.Module) else load_causal_model(model, dtype=dtype).to(device)
-        )
+        self._model: Any = model
+        if not isinstance(model, torch.nn.Module):
+            self._model = load_causal_model(model, dtype=dtype).to(device)
         if "past_key_values" not in signature(self._model.forward).parameters:
             raise ConfigError(
                 f"engine 'hf' needs a key-value cache, and {type(self._model).__name__} has none; use vllm or sglang"
@@ -134,7 +134,7 @@ class HFProvider(Streaming):
 def pick(
     logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator
 ) -> tuple[int, float, Mapping[int, float], list[int]]:
-    """A token, its log-probability, the top few, and the ids that filters kept (none: all)."""
+    """Also its log-probability, the top few, and the ids that filters kept (none: all)."""
     if sampling.temperature == 0:
         logprobs_V = torch.log_softmax(logits_V, dim=-1)
         token = int(logprobs_V.argmax())

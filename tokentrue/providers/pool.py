@@ -1,6 +1,6 @@
-"""Several replicas of one engine as one Provider: sticky by session, which preserves the prefix cache,
-health-checked, with failover. A generation that breaks off is resumed from the tokens received: spans keep their
-policy versions, and no token is sampled twice."""
+"""Several replicas of one engine as one Provider: sticky by session, which preserves the prefix cache, health-checked,
+with failover. A generation that breaks off is resumed from the tokens received: spans keep their policy versions, and
+no token is sampled twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tokentrue.errors import (
     ConfigError,
@@ -40,10 +40,11 @@ from tokentrue.providers.building import CompletionBuilder
 from tokentrue.routing_replay import join_masks_if_whole, join_routing
 from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedExperts, Sampling, spans_from_runs
 
+T = TypeVar("T")
 RESUMABLE = (EngineUnreachable, EngineTimeout)
 RESUMPTIONS = 8  # of one generation
-GIVE_UP_S = 600.0  # after the start of a generation, a failure is not resumed any more
-CHECK_S = 5.0  # between two health checks
+GIVE_UP_S = 600.0  # after a generation's start
+CHECK_S = 5.0
 
 
 class Pool(Streaming):
@@ -63,7 +64,7 @@ class Pool(Streaming):
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
-        """Those that are truthful at every replica that has reported."""
+        """At every replica that has reported."""
         known = [filters for replica in self._replicas if (filters := replica.truthful_filters) is not None]
         return known[0].intersection(*known) if known else None
 
@@ -90,14 +91,11 @@ class Pool(Streaming):
         return only.metrics() if isinstance(only, Measured) else {}
 
     async def interrupt(self) -> int:
-        """Pauses, and aborts generations at engines that must be idle to load weights; they continue after
-        `resume()`. Returns how many were aborted."""
+        """Pauses, and aborts generations at engines that must be idle to load weights, until `resume()`. Returns their
+        number."""
         self.pause()
-        return sum(
-            await asyncio.gather(
-                *(replica.interrupt() for replica in self._replicas if isinstance(replica, Interruptible))
-            )
-        )
+        engines = [replica for replica in self._replicas if isinstance(replica, Interruptible)]
+        return sum(await asyncio.gather(*(engine.interrupt() for engine in engines)))
 
     async def stream(
         self, prompt_ids: Ids, sampling: Sampling, *, session: str | None = None, whole: bool = False, **images: Any
@@ -111,9 +109,8 @@ class Pool(Streaming):
             try:
                 if index in self._down:
                     await self._restore(index)
-                source: Any = self._replicas[index].stream(
-                    generation.ids, generation.rest, session=session, whole=whole, **images
-                )
+                asked = generation.ids, generation.rest
+                source: Any = self._replicas[index].stream(*asked, session=session, whole=whole, **images)
                 async with aclosing(source) as chunks:
                     async for chunk in chunks:
                         if chunk.final is None:
@@ -162,7 +159,7 @@ class Pool(Streaming):
         return {**alive[0], "replicas": len(answers), "healthy": len(alive)}
 
     async def publish(self, weights: NamedWeights, *, version: int) -> None:
-        """Generations wait meanwhile. Unreachable replicas are not used until they have the weights."""
+        """Generations wait. Unreachable replicas are not used until they have the weights."""
         sinks = [replica for replica in self._replicas if isinstance(replica, WeightSink)]
         if len(sinks) != len(self._replicas):
             raise ConfigError(f"engine {self.name!r} takes no weights")
@@ -229,7 +226,7 @@ class Pool(Streaming):
                 continue  # all down: the next generation reports it to its caller
 
     def order(self, session: str | None) -> list[int]:
-        """Replicas by rendezvous hashing, healthy ones first: losing one moves only its sessions."""
+        """By rendezvous hashing, healthy ones first: losing one moves only its sessions."""
         if len(self._replicas) == 1:
             return [0]
 
@@ -239,8 +236,7 @@ class Pool(Streaming):
         return sorted((i for i in range(len(self._replicas)) if i not in self._stale), key=rank, reverse=True)
 
     def _choose(self, session: str | None) -> int:
-        order = self.order(session)
-        if not order:
+        if not (order := self.order(session)):
             raise EngineUnreachable(
                 "no engine has the weights that were published last; publish again, or restart the engines"
             )
@@ -298,16 +294,19 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
         for piece in pieces:
             spans = [(span.end - span.start, span.version) for span in piece.versions]
             runs += spans or [(len(piece.token_ids), UNVERSIONED)]
-    tops = [piece.top_logprobs for piece in pieces]
-    raws = [piece.raw_logprobs for piece in pieces]
+
+    def join(parts: Sequence[Sequence[T] | None]) -> tuple[T, ...] | None:
+        known = [part for part in parts if part is not None]
+        return tuple(item for part in known for item in part) if len(known) == len(parts) else None
+
     return replace(
         pieces[-1],
         token_ids=TokenIds.concat(piece.token_ids for piece in pieces),
         logprobs=tuple(x for piece in pieces for x in piece.logprobs),
         versions=spans_from_runs(runs),
         prompt_tokens=len(prompt_ids),
-        top_logprobs=tuple(x for top in tops for x in top or ()) if None not in tops else None,
-        raw_logprobs=tuple(x for raw in raws for x in raw or ()) if None not in raws else None,
+        top_logprobs=join([piece.top_logprobs for piece in pieces]),
+        raw_logprobs=join([piece.raw_logprobs for piece in pieces]),
         routed_experts=_join_routing(pieces, len(prompt_ids)),
         sampling_mask=join_masks_if_whole([piece.sampling_mask for piece in pieces]),
         prompt_digest=prompt_ids.sha256(),
@@ -315,7 +314,7 @@ def join_pieces(pieces: Sequence[Completion], prompt_ids: TokenIds) -> Completio
 
 
 def _join_routing(pieces: Sequence[Completion], end: int) -> RoutedExperts | None:
-    # Each piece's prompt contains the earlier pieces; for those positions the piece that sampled from them counts.
+    # Each piece's prompt contains the earlier ones; for those positions the piece that sampled counts.
     parts: list[RoutedExperts] = []
     for piece in pieces:
         end += len(piece.token_ids)

@@ -13,8 +13,8 @@ from tokentrue.records import record
 
 @record
 class EngineKind:
-    """`remote`: a server, reached by `--url`. `needs_torch`: the model is loaded into this process. `options`: its
-    settings, checked before torch is loaded."""
+    """`remote`: a server, reached by `--url`. `needs_torch`: the model is loaded here. `options` are checked before
+    that."""
 
     address: str
     options: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ def check_options(name: str, settings: Iterable[str]) -> None:
 
 
 def load(name: str, **settings: Any) -> Provider:
-    """The provider `name`, built with its settings. Other packages add theirs as entry points."""
+    """The provider `name`, built with its settings."""
     module, _, attribute = find_address(name).partition(":")
     check_options(name, settings)
     try:

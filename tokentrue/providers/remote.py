@@ -1,6 +1,6 @@
-"""Engines that are servers. A request is retried only until its response begins; a generation that is not streamed
-and breaks off is sampled again, since none of its tokens arrived. A body, and a line of an event stream, has at most
-`limit` bytes. Unknown fields of a response are ignored, because engines add them with every release."""
+"""Engines that are servers. A request is retried only until its response begins; a generation that is not streamed and
+breaks off is sampled again, since none of its tokens arrived. Unknown fields of a response are ignored, because engines
+add them with every release."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import NamedWeights, PretrainedAdapter, Streaming
 from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, collapse_images
 from tokentrue.records import record
-from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, PromptImage, Sampling
+from tokentrue.types import MAX_INT64, PENALTIES, UNVERSIONED, Chunk, Completion, Ids, PromptImage, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,9 +58,9 @@ ANSWER_BYTES = 64 << 20
 POSITION_BYTES = 4096  # per token: log-probabilities, sampling mask and routing, in JSON
 UNBOUNDED_TOKENS = 16_384  # assumed for a request without max_tokens
 MOST_TOKENS = 65_536
-IMAGE_BYTES = 128 << 20  # encoded images that an engine's adapter keeps: each turn sends those of all turns before
+IMAGE_BYTES = 128 << 20  # of encoded images: each turn sends those of all turns before
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-NO_ADAPTERS = "LoRA is not enabled"  # how both engines refuse an adapter if they were started without LoRA
+NO_ADAPTERS = "LoRA is not enabled"  # both engines' words
 
 
 class EngineHttp:
@@ -95,7 +95,7 @@ class EngineHttp:
         retry: bool = True,
         limit: int = BODY_BYTES,
     ) -> bytes:
-        """The body of a 2xx response; any other raises a typed error that quotes the engine."""
+        """Any response but a 2xx raises a typed error that quotes the engine."""
         parts: list[bytes] = []
         size = 0
         async with await self._respond(method, path, body, self._retries if retry else 0) as response:
@@ -136,7 +136,7 @@ class EngineHttp:
                 if events:
                     yield events
                 if is_over:
-                    # The end of the body follows [DONE] at once; a connection that has read it can be reused.
+                    # A connection that has read the end of the body can be reused.
                     with suppress(TimeoutError, aiohttp.ClientError):
                         async with asyncio.timeout(END_S):
                             await response.content.read(1)
@@ -155,9 +155,7 @@ class EngineHttp:
 
     def _check_size(self, path: str, size: int, limit: int) -> None:
         if size > limit:
-            raise EngineContractError(
-                f"{self.url}{path} answers with more than {limit >> 20} MiB, which no answer to this request takes"
-            )
+            raise EngineContractError(f"{self.url}{path} answers with more than {limit >> 20} MiB")
 
     async def _respond(
         self, method: str, path: str, body: JsonMapping | bytes | None, retries: int
@@ -182,8 +180,7 @@ class EngineHttp:
             except aiohttp.SocketTimeoutError as error:
                 raise EngineTimeout(f"{where} did not answer in {self._timeout_s:g} s") from error
             except aiohttp.ClientConnectionError as error:
-                # A server may close an idle connection at the moment a request is sent on it: that does not count as
-                # an attempt.
+                # A server may close an idle connection just as a request is sent: that does not count as an attempt.
                 free = isinstance(error, aiohttp.ServerDisconnectedError) and attempt == 0
                 if attempt >= retries and not free:
                     why = getattr(error, "os_error", error)  # aiohttp's own text has "ssl:default" for any address
@@ -209,10 +206,7 @@ def _refusal(where: str, status: int, words: str) -> EngineError:
     return EngineUnreachable(said) if status in RETRIED_STATUS else rejected(said)
 
 
-# Responses.
 class EngineFault(msgspec.Struct):
-    """Of both engines; some versions send plain text instead."""
-
     message: str | None = None
 
 
@@ -246,14 +240,13 @@ def decode_answer(data: bytes, kind: type[T], *, where: str) -> T:
 
 
 def raise_fault(engine: str, fault: EngineFault | str | None) -> None:
-    """Raises for an error inside a 200 response or a stream."""
+    """For an error inside a 200 response or a stream."""
     if fault is not None:
         raise rejected(f"{engine}: {fault if isinstance(fault, str) else fault.message or 'error without a message'}")
 
 
 def version_from(text: str | int | None) -> int:
-    """The integer at the end of an engine's weight version ("7", "step-7"); engines start with a word such as
-    "default"."""
+    """The integer at the end ("7", "step-7"); engines start with a word such as "default"."""
     words = "" if text is None else str(text).rstrip()
     digits = words[len(words.rstrip("0123456789")) :]
     version = int(digits) if digits else UNVERSIONED
@@ -272,8 +265,8 @@ async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenId
 
 # Published weights, in a directory that the server sees.
 #     ROOT/version-000007/model.safetensors      every name, no index; tied heads written out
-# There is no index because an engine would load the shards of the first checkpoint that it names. A tied head is
-# written as a separate tensor: an engine that holds it apart from the embedding would keep the old one.
+# An engine would load the shards of the first checkpoint that an index names, and keep an old head that it holds apart
+# from the embedding.
 #     ROOT/policy@7.3f9a1c/adapter_model.safetensors, adapter_config.json      a LoRA adapter, as peft saves it
 @record
 class WrittenWeights:
@@ -321,7 +314,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-# The common base of the adapters.
 class Answer(Protocol):
     builder: CompletionBuilder
 
@@ -336,7 +328,7 @@ def adapter_version(name: str) -> int:
 
 
 class RemoteOptions(TypedDict, total=False):
-    """Keywords of every remote engine; `RemoteEngine` has their defaults."""
+    """`RemoteEngine` has their defaults."""
 
     timeout_s: float
     connect_s: float
@@ -378,7 +370,7 @@ class RemoteEngine(Streaming):
         self.url = self._http.url
         self._running: dict[str, str | None] = {}  # the adapter, by request id
         self._own: dict[str, str] = {}  # adapters published here: the server's name by the one in requests
-        self._listed: set[str] = set()  # adapters of the server
+        self._listed: set[str] = set()
         self._adapter = adapter
         self._images: dict[str, bytes] = {}  # as JSON, by SHA-256, the one used last at the end
         self._weights_dir = None if weights_dir is None else Path(weights_dir) / self._http.place
@@ -427,7 +419,6 @@ class RemoteEngine(Streaming):
     @abstractmethod
     async def _info(self) -> WeightInfo: ...
 
-    # Generations.
     async def stream(
         self,
         prompt_ids: Ids,
@@ -481,18 +472,15 @@ class RemoteEngine(Streaming):
         return orjson.Fragment(found)
 
     async def interrupt(self) -> int:
-        """Aborts all our generations and waits until each has returned its tokens; returns their number."""
+        """Aborts our generations and waits until each has returned its tokens; returns their number."""
         running, end = len(self._running), time.monotonic() + ABORT_S
         while self._running:
             if time.monotonic() > end:
-                raise EngineTimeout(
-                    f"the engine did not end {len(self._running)} aborted generations within {ABORT_S:g} s"
-                )
+                raise EngineTimeout(f"the engine did not abort {len(self._running)} generations in {ABORT_S:g} s")
             await self._abort(sorted(self._running))
             await asyncio.sleep(ABORT_RETRY_S if self._running else 0)
         return running
 
-    # Weights.
     async def publish(self, weights: NamedWeights, *, version: int) -> None:
         """Works during generations, too."""
         root, keep = self._publishing_root(), () if self._published is None else (self._published.directory,)
@@ -504,8 +492,8 @@ class RemoteEngine(Streaming):
     async def publish_adapter(
         self, weights: NamedWeights, config: PretrainedAdapter, *, version: int, name: str
     ) -> bool:
-        """Each publication has a new name at the server: generations in flight keep the adapter that they began
-        with, and share no cached block with later ones."""
+        """Each publication has a new name at the server: generations in flight keep their adapter, and share no cached
+        block with later ones."""
         served, root = f"{name}@{version}.{uuid4().hex[:6]}", self._publishing_root()
         async with self._loading:
             await asyncio.to_thread(write_adapter, weights, config, root / served, version=version)
@@ -562,8 +550,8 @@ class RemoteEngine(Streaming):
                     raise EngineRejected(f"{self.name} at {self.url} was restarted without LoRA")
 
     async def _load(self, written: WrittenWeights) -> None:
-        """If the server refuses, it gets the previous version again. Without one it stays paused: it may hold half
-        of the new weights."""
+        """If the server refuses, it gets the previous version again. Without one it stays paused: it may hold half of
+        the new weights."""
         before, said = self._published, f"{self.name} did not take version {written.version} and"
         await self.pause_for_weights()
         try:
@@ -592,7 +580,6 @@ class RemoteEngine(Streaming):
         return await self._http.read("POST", path, body or {}, retry=False)
 
 
-# Settings of a request.
 def common_params(
     sampling: Sampling,
     *,
@@ -600,24 +587,13 @@ def common_params(
     tag: Callable[[str], JsonObject],
     schema: Callable[[JsonMapping | None], JsonObject],
 ) -> JsonObject:
-    """The settings that both engines name alike. `own`: the engine's own constraints; `tag` and `schema` write a
-    structural tag and a JSON schema (None: any object) as the engine wants them. Log-probabilities are those under a
-    constraint's mask."""
+    """Settings that both engines name alike. `own`: the engine's own constraints; `tag` and `schema` write a structural
+    tag and a JSON schema (None: any object) as the engine wants them."""
     extra = sampling.extra
-    params: JsonObject = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "skip_special_tokens": False,
-        **{name: value for name, value in extra.items() if name not in CONSTRAINTS and name != "adapter"},
-    }
-    if sampling.stop:
-        params["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    same = ("temperature", "top_p", "min_p", *PENALTIES)
+    params: JsonObject = {name: getattr(sampling, name) for name in same} | {"skip_special_tokens": False}
+    params |= {name: value for name, value in extra.items() if name not in CONSTRAINTS and name != "adapter"}
+    params |= {name: list(stops) for name in ("stop", "stop_token_ids") if (stops := getattr(sampling, name))}
     given = [name for name in (*sorted(CONSTRAINTS), *own) if extra.get(name) is not None]
     if len(given) > 1:
         raise SamplingError(f"{' and '.join(given)} cannot be enforced together; send one of them")
@@ -634,18 +610,16 @@ def common_params(
         elif wanted.get("type") == "json_schema" and isinstance(declared, Mapping):
             params |= schema(_object(cast("object", declared)))
         else:
-            rule = "must be of type json_object, or json_schema with a json_schema.schema"
-            raise SamplingError(f"response_format: {rule}")
+            raise SamplingError("response_format: must be json_object, or json_schema with a json_schema.schema")
     return params
 
 
 def _object(value: object) -> JsonMapping:
-    """Reads anything but a JSON object as an empty one."""
     return cast("JsonMapping", value) if isinstance(value, Mapping) else {}
 
 
 def dump_settings(value: object) -> bytes:
-    """Values that JSON cannot hold come from the client: they are its error."""
+    """What JSON cannot hold came from the client."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:

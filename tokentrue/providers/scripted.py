@@ -53,8 +53,8 @@ class ScriptedTurn:
 
 
 class ScriptedProvider(Streaming):
-    """`encode` turns script texts into ids (a renderer's `encode_sampled`); `stop_id` is appended to them. `seen`
-    keeps the received prompts. With `loop=True` the script restarts at its end."""
+    """`encode` turns script texts into ids (a renderer's `encode_sampled`); `stop_id` is appended. `seen` keeps the
+    prompts. With `loop=True` the script restarts at its end."""
 
     name = "scripted"
     truthful_filters = FILTERS
@@ -148,8 +148,7 @@ def turn_from_line(value: JsonValue, where: str, *, encode: Encode | None, stop_
         if not isinstance(logprobs, list):
             logprobs = [invent_logprob(place, token_id) for place, token_id in enumerate(ids)]
         if len(logprobs) != len(ids):
-            counts = f"{len(ids)} token ids (with the stop token that follows a text), {len(logprobs)} logprobs"
-            raise FileFormatError(counts)
+            raise FileFormatError(f"{len(ids)} token ids (with a text's stop token), {len(logprobs)} logprobs")
         for place, logprob in enumerate(logprobs):
             if not is_logprob(logprob):
                 raise FileFormatError(f"logprobs[{place}] must be a log-probability, got {logprob!r}")
@@ -163,12 +162,10 @@ def turn_from_line(value: JsonValue, where: str, *, encode: Encode | None, stop_
 def _ids_from_text(line: ScriptLine, encode: Encode | None, stop_id: int | None) -> TokenIds:
     text = str(line.text)
     if encode is None:
-        raise ConfigError(
-            "a script with texts needs a tokenizer: pass encode= (a renderer's encode_sampled), or write token_ids"
-        )
+        raise ConfigError("a script with texts needs a tokenizer: pass encode=, or write token_ids")
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise FileFormatError("text holds a lone surrogate, which no tokenizer can encode")
-    ids = tuple(encode(text))
-    if stop_id is None or line.finish_reason is not Finish.STOP or ids[-1:] == (stop_id,):
-        return TokenIds(ids)
-    return TokenIds((*ids, stop_id))
+    ids = list(encode(text))
+    if stop_id is not None and line.finish_reason is Finish.STOP and ids[-1:] != [stop_id]:
+        ids.append(stop_id)
+    return TokenIds(ids)

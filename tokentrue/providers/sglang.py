@@ -20,11 +20,7 @@ from tokentrue.errors import EngineContractError, EngineError, EngineRejected
 from tokentrue.ids import TokenIds
 from tokentrue.images import is_turned
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.providers.building import (
-    CONSTRAINTS,
-    CompletionBuilder,
-    refuse_unknown_extra,
-)
+from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.remote import (
     EngineFault,
     EngineRequest,
@@ -141,7 +137,7 @@ class SGLangProvider(RemoteEngine):
         await asyncio.gather(*map(abort, request_ids))
 
     async def check_images(self) -> None:
-        """Servers that do not say whether their model takes images are asked by the request itself."""
+        """Servers that do not say are asked by the request itself."""
         if self._takes_images is None:
             self._takes_images = (await self._info()).has_image_understanding is not False
         if not self._takes_images:
@@ -184,8 +180,7 @@ class SGLangProvider(RemoteEngine):
 
 
 class SGLangAnswer:
-    """Events are cumulative or incremental, depending on the server; the running count shows how many tokens are
-    new."""
+    """Events are cumulative or incremental; the running count shows how many tokens are new."""
 
     def __init__(
         self, where: str, builder: CompletionBuilder, sampling: Sampling, masks: bool, routed: tuple[int, int] | None

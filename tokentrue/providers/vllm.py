@@ -20,11 +20,7 @@ import orjson
 from tokentrue.errors import EngineContractError, EngineRejected, SamplingError
 from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
-from tokentrue.providers.building import (
-    CONSTRAINTS,
-    CompletionBuilder,
-    refuse_unknown_extra,
-)
+from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, refuse_unknown_extra
 from tokentrue.providers.remote import (
     EngineFault,
     EngineRequest,
@@ -40,16 +36,7 @@ from tokentrue.providers.remote import (
     read_tokens,
     version_from,
 )
-from tokentrue.types import (
-    FILTERS,
-    UNVERSIONED,
-    Completion,
-    Finish,
-    Ids,
-    RoutedExperts,
-    Sampling,
-    VersionSpan,
-)
+from tokentrue.types import FILTERS, UNVERSIONED, Completion, Finish, Ids, RoutedExperts, Sampling, VersionSpan
 
 EXTRA = CONSTRAINTS | frozenset(
     {"structured_outputs", "min_tokens", "logit_bias", "ignore_eos", "allowed_token_ids", "bad_words", "adapter"}
@@ -94,7 +81,7 @@ class VLLMChoice(msgspec.Struct):
     weight_versions: list[VLLMVersions] | None = None
     routed_experts: str | None = None
     sampling_mask: list[list[int]] | None = None
-    # By prompt token: the ids that have a log-probability there, including the prompt's; null for the first.
+    # By prompt token: ids with a log-probability there, including the prompt's; null for the first.
     prompt_logprobs: list[dict[str, VLLMScored] | None] | None = None
 
 
@@ -110,10 +97,9 @@ class VLLMEvent(msgspec.Struct):
 
 
 class VLLMProvider(RemoteEngine):
-    """Publishing needs VLLM_SERVER_DEV_MODE=1, of an adapter --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.
-
-    With `cache_salt` requests share cached blocks with requests of the same publication alone: the cache is not
-    reset, and generations in flight keep their keys and values."""
+    """Publishing needs VLLM_SERVER_DEV_MODE=1, of an adapter --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. With
+    `cache_salt` requests share cached blocks with requests of the same publication alone: the cache is not reset, and
+    generations in flight keep their keys and values."""
 
     name = "vllm"
     adapter_routes = "/v1"
@@ -170,9 +156,7 @@ class VLLMProvider(RemoteEngine):
         scored = [(row or {}).get(str(token)) for row, token in zip(rows[1:], token_ids[1:], strict=False)]
         found = [each.logprob for each in scored if each is not None and each.logprob is not None]
         if len(rows) != len(token_ids) or len(found) != len(token_ids) - 1:
-            raise EngineContractError(
-                f"{self.url}{path} returned no log-probability for some of the {len(token_ids)} tokens to score"
-            )
+            raise EngineContractError(f"{self.url}{path} returned no log-probability for some token to score")
         return found
 
     async def pause_for_weights(self) -> None:
@@ -180,31 +164,26 @@ class VLLMProvider(RemoteEngine):
 
     async def load_from_disk(self, written: WrittenWeights) -> None:
         """Cached keys and values are recomputed, or left to the requests of their salt."""
-        await self._post(
-            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(written.directory)}}
-        )
+        where = {"weights_path": str(written.directory)}
+        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": where})
         if self._salt is not None:
             self._salt = f"{written.version}.{uuid4().hex}"
         else:
             answer = orjson.loads(await self._post("/reset_prefix_cache?reset_running_requests=true") or b"{}")
             if not answer.get("success"):
-                raise EngineRejected(
-                    "vllm did not clear its prefix cache, which has keys and values of the old weights"
-                )
+                raise EngineRejected("vllm did not clear its prefix cache of the old weights")
         await self._reset_encoder_cache()
         await self._post("/update_weight_version", {"new_version": str(written.version)})
         await self._require_version(written.version)
         self._loaded = written.version
 
     async def _reset_encoder_cache(self) -> None:
-        """It is keyed by the hash of an image alone, and would outlive the weights that computed it."""
+        """It is keyed by an image's hash alone, and would outlive the weights that computed it."""
         try:
             await self._post("/reset_encoder_cache")
         except EngineContractError as error:  # the server has no such route: it matters only if images were sent
             if self._takes_images:
-                raise EngineRejected(
-                    f"vllm cannot clear its cache of images, which old weights computed: {error}"
-                ) from error
+                raise EngineRejected(f"vllm cannot clear its cache of images: {error}") from error
 
     async def _info(self) -> WeightInfo:
         return await self._http.read_as(WeightInfo, "GET", "/weight_info")
@@ -219,8 +198,7 @@ class VLLMProvider(RemoteEngine):
         return await super().interrupt() if self._has_token_route else 0
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        # Closing the connection cancels, too; this makes it certain behind a router. The server prefixes the request id
-        # with the route's name.
+        # Closing the connection cancels, too; behind a router this makes it certain. The server prefixes the id.
         if self._has_token_route:
             names = [name for each in request_ids for name in (each, f"generate-tokens-{each}")]
             await self._post("/inference/v1/abort_requests", {"request_ids": names})
@@ -235,7 +213,7 @@ class VLLMProvider(RemoteEngine):
             )
 
     async def check_images(self) -> None:
-        """Images go over the token route only, as raw parts beside ids."""
+        """Only over the token route, as raw parts beside ids."""
         await self._learn()
         if self._takes_images is None:
             known = await self._http.read("GET", "/openapi.json")
@@ -262,9 +240,8 @@ class VLLMProvider(RemoteEngine):
             raise EngineContractError(f"{self.url}/v1/models names no model")
         found = next((model for model in served if self._model in (None, model.id)), None)
         if found is None:
-            raise EngineContractError(
-                f"vllm at {self.url} serves {', '.join(model.id for model in served)}, not {self._model}"
-            )
+            names = ", ".join(model.id for model in served)
+            raise EngineContractError(f"vllm at {self.url} serves {names}, not {self._model}")
         return found
 
     async def _probe_token_route(self) -> bool:
@@ -341,9 +318,7 @@ class VLLMAnswer:
             raise EngineContractError("vllm returned no log-probabilities; is --max-logprobs 0?")
         rows = rows_from_columns(choice.logprobs) if choice.logprobs.content is None else choice.logprobs.content
         if [row.token_id for row in rows] != ids:
-            raise EngineContractError(
-                "vllm's token_ids and logprobs name different tokens; is this vLLM too old for return_token_ids?"
-            )
+            raise EngineContractError("vllm's token_ids and logprobs differ; is it too old for return_token_ids?")
         kept = choice.sampling_mask if self._sampling.truncates else None
         # Events do not carry the weight version.
         self.builder.append(ids, [row.logprob for row in rows], version=self._engine.version, kept=kept)

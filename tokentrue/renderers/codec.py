@@ -1,8 +1,6 @@
 """Text <-> ids for one tokenizer: either as the engine encodes, or so that content can never become an added token.
-
 Both give the same ids where content contains no added-token literal. `shield` marks literals in content before
-rendering; the rendered text is split at the unmarked ones, and the text between is encoded without added tokens.
-"""
+rendering; the rendered text is split at the unmarked ones, and the text between is encoded without added tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class LiteralSpan(NamedTuple):
 
 
 class LiteralFinder:
-    """Finds added tokens in text. The tables are made on first use: some tokenizers have thousands of literals."""
+    """Finds added tokens in text. The tables are lazy: some tokenizers have thousands of literals."""
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self._tokens = {token.content: token for token in tokens if token.content}
@@ -60,7 +58,7 @@ class LiteralFinder:
         return [LiteralSpan(start, end, literal) for literal, (start, end) in spans if literal in self._tokens]
 
     def may_touch(self, text: str) -> bool:
-        """False only if no literal can overlap the text: it is ASCII without any first or last character of one."""
+        """False only if no literal can overlap: the text is ASCII without any first or last character of one."""
         return not text.isascii() or self._edges.search(text) is not None
 
     def may_begin_at_end(self, text: str) -> bool:
@@ -95,7 +93,7 @@ class LiteralFinder:
 
     @cached_property
     def _library(self) -> Tokenizer:
-        """Tokenizer with only these tokens: some absorb blanks or match only whole words."""
+        """Some literals absorb blanks or match only whole words: a tokenizer with only these finds them."""
         from tokenizers import AddedToken, Tokenizer
         from tokenizers.models import WordLevel
 
@@ -121,7 +119,7 @@ class EncodedTexts:
         self._entries: OrderedDict[tuple[int, str], TokenIds] = OrderedDict()
 
     def encode(self, tokenizer: Tokenizer, text: str) -> TokenIds:
-        """Encodes a whole text, without BOS/EOS. `tokenizer` must outlive this object."""
+        """A whole text, without BOS/EOS. `tokenizer` must outlive this object."""
         key = (id(tokenizer), text)
         with self._lock:
             known = self._entries.get(key)
@@ -161,7 +159,7 @@ _ALPHABET = _gpt2_alphabet()
 
 
 class TokenBytes(dict[int, bytes]):
-    """Lazy map from id to its bytes, for one `tokenizers.Tokenizer`."""
+    """From id to its bytes, lazily."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -182,7 +180,6 @@ class TokenBytes(dict[int, bytes]):
         return b"".join(self.split(token_ids))
 
     def lengths(self, token_ids: TokenIds) -> np.ndarray:
-        """Of each token, in bytes."""
         ids = np.asarray(token_ids)
         known, most = self._lengths, int(ids.max(initial=-1)) + 1
         if most > len(known):
@@ -216,7 +213,7 @@ BLANKS = " \t\r\n▁"
 
 
 class Codec:
-    """Encoder and decoder of one `tokenizers.Tokenizer`. All its added tokens count, whatever their `special` flag."""
+    """Encoder and decoder of one tokenizer. All its added tokens count, whatever their `special` flag."""
 
     def __init__(self, tokenizer: Tokenizer, cache_bytes: int = LIMIT_BYTES) -> None:
         self.backend = tokenizer
@@ -243,15 +240,11 @@ class Codec:
 
     @cached_property
     def absorbs_blanks(self) -> set[str]:
-        """Literals that absorb the blanks after them."""
         return {token.content for token in self.added.values() if token.rstrip}
 
-    # text -> ids
-
     def encode(self, text: str, mark: str = "") -> TokenIds:
-        """Encodes a whole text. Without `mark` as the engine does: every literal in it becomes its token; else only
-        those that `shield` has not marked.
-        """
+        """Without `mark` as the engine does: every literal becomes its token; else only those that `shield` has not
+        marked."""
         return self._encode_pieces(text, mark, at_start=True) if mark else self.encoded.encode(self.backend, text)
 
     def encode_after(self, text: str, mark: str = "", *, literal: str) -> TokenIds:
@@ -261,7 +254,7 @@ class Codec:
 
     @cached_property
     def _lead(self) -> str:
-        """Literal to put before text that is not at the start of a text."""
+        """To put before text that is not at the start of a text."""
         guarded = (text for text in self.literals if text.strip(BLANKS))
         return next((text for text in guarded if text not in self.absorbs_blanks), "")
 
@@ -289,8 +282,6 @@ class Codec:
             done = end
         return ids
 
-    # ids -> text
-
     @cached_property
     def spelling(self) -> TokenBytes:
         return TokenBytes(self.backend)
@@ -303,7 +294,7 @@ class Codec:
 
 
 def _copy_without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Shares (does not copy) model, normalizer and pre-tokenizer; the only added token is EDGE."""
+    """Shares model, normalizer and pre-tokenizer; the only added token is EDGE."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Bare
 
@@ -333,9 +324,8 @@ def strings_in(value: JsonValue) -> Iterator[str]:
 
 
 class Shielded(NamedTuple):
-    """`value`, and `shielded`: with the first of MARKS in what could become structure; `value` itself if nothing could.
-    `held`: the characters of MARKS that its strings have.
-    """
+    """`shielded`: with the first of MARKS in what could become structure; `value` itself if nothing could. `held`: the
+    MARKS in its strings."""
 
     value: Any
     shielded: Any
@@ -343,7 +333,7 @@ class Shielded(NamedTuple):
 
 
 def shield_each(codec: Codec, values: Sequence[Shielded]) -> tuple[list[Any], str]:
-    """The shielded values, and the mark in them, a character that none of them had; "" if none needed it."""
+    """The shielded values, and the mark in them, which none of them had; "" if none needed it."""
     held = "".join(each.held for each in values)
     mark = next((mark for mark in MARKS if mark not in held), "")
     if not mark:
@@ -364,8 +354,6 @@ def shield(codec: Codec, value: JsonValue) -> Shielded:
 
 
 def _shield(codec: Codec, value: JsonValue, mark: str) -> JsonValue:
-    """Breaks literals in the strings of `value` with the mark."""
-
     def shield_item(item: JsonValue) -> JsonValue:
         if isinstance(item, str):
             return item if codec.guarded.is_harmless(item) else _shield_text(item, codec.guarded, mark)
@@ -377,7 +365,7 @@ def _shield(codec: Codec, value: JsonValue, mark: str) -> JsonValue:
 
 
 def _shield_text(text: str, literals: LiteralFinder, mark: str) -> str:
-    """Puts marks inside literals, and at an end that the template's text could complete to a literal."""
+    """Inside literals, and at an end that the template's text could complete to a literal."""
     while found := [
         hit for hit in literals.find(text) if not (hit.end - hit.start == 1 and text[max(hit.start - 1, 0)] == mark)
     ]:

@@ -1,7 +1,5 @@
-"""Runs the proof of a new chat template in a child process with operating-system limits on time and memory.
-
-Jinja's sandbox limits what a template can access, not what it costs.
-"""
+"""Proves a new chat template in a child process with limits on time and memory. Jinja's sandbox limits what a template
+can access, not what it costs."""
 
 from __future__ import annotations
 
@@ -34,13 +32,11 @@ class ProcessLimits:
 
 
 def run_confined(work: Callable[[], JsonValue], limits: ProcessLimits | None = None) -> JsonValue:
-    """Runs `work` in a child process and returns its JSON result. A TokenTrueError of `work` is raised here;
-    TemplateLimitError if the child exceeded a limit.
-    """
+    """The JSON result of `work`. Its TokenTrueErrors are raised here; TemplateLimitError if the child exceeded a limit."""
     limits = limits or ProcessLimits()
     reader, writer = os.pipe()
     with _without_parallel_tokenizers():
-        child = os.fork()  # not multiprocessing: its workers, pools and data loaders may have no children of its kind
+        child = os.fork()  # workers of multiprocessing may have no children of its kind
     if child == 0:
         _run_child(work, writer, limits)
     os.close(writer)
@@ -66,8 +62,8 @@ def run_confined(work: Callable[[], JsonValue], limits: ProcessLimits | None = N
 
 
 @contextmanager
-def _without_parallel_tokenizers() -> Generator[None, None, None]:
-    """The tokenizers thread pool has no threads in a forked child. This variable disables it and its warning."""
+def _without_parallel_tokenizers() -> Generator[None]:
+    """The tokenizers thread pool has no threads in a forked child."""
     before = os.environ.get(PARALLELISM)
     os.environ[PARALLELISM] = "false"
     try:
@@ -111,7 +107,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int | None:
-    """Bytes mapped by this process; None on systems that do not report it (they have no such limit either)."""
+    """In bytes; None on systems that do not report it."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[0]) * resource.getpagesize()

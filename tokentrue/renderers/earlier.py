@@ -13,8 +13,7 @@ loop over messages gets a second body for earlier messages. Example:
 What the second body keeps: writes to namespaces, calls that may have an effect (a macro that writes to a namespace),
 break and continue, and the conditions and assignments that these need. Statements that this file does not know are kept
 whole. Captured text (macros, {% set x %}…{% endset %}) is not touched. Where something was left out, the
-text holds SKIPPED: a caller that finds it after the recorded turn renders the template as it is.
-"""
+text holds SKIPPED: a caller that finds it after the recorded turn renders the template as it is."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ LAZY_FILTERS = {"map", "select", "reject", "selectattr", "rejectattr", "batch", 
 
 
 class EarlierMessages:
-    """`message in EarlierMessages(messages)` compares identities, as equal messages may be earlier and new ones."""
+    """`in` compares identities, as equal messages may be earlier and new ones."""
 
     def __init__(self, messages: Sequence[JsonObject]) -> None:
         self._ids = frozenset(map(id, messages))
@@ -47,7 +46,7 @@ class EarlierMessages:
 
 
 def skip_earlier(template: nodes.Template) -> nodes.Template:
-    """The tree of such a template, from the one of the model's; the given tree must not be used again."""
+    """The given tree must not be used again."""
     names = {name.name for name in template.find_all(nodes.Name)}
     stored = (node.node for node in template.find_all(nodes.Assign))
     has_iterators = any(isinstance(value, nodes.Filter) and value.name in LAZY_FILTERS for value in stored)
@@ -90,9 +89,8 @@ class _Skipping:
         return effects
 
     def _list_effects(self, body: Sequence[nodes.Node], needed: set[str]) -> list[nodes.Node]:
-        """The statements without those that only write text. `needed`: the names that the statements after these read;
-        those that the result reads are added.
-        """
+        """Without those that only write text. `needed`: the names that later statements read; those that the result
+        reads are added."""
         out: list[nodes.Node] = []
         for node in reversed(body):
             match node:
@@ -133,9 +131,8 @@ class _Skipping:
         return nodes.If(node.test, body, others, otherwise)
 
     def _is_pure(self, *body: nodes.Node) -> bool:
-        """False if the nodes can do more than write text and set local names. A method cannot change its object: the
-        sandbox does not allow it.
-        """
+        """False if the nodes can do more than write text and set local names. The sandbox lets no method change its
+        object."""
         for node in _walk(body):
             match node:
                 case nodes.NSRef(name=name) if name in self._local_namespaces:
@@ -154,7 +151,6 @@ class _Skipping:
 
 
 def _choose(loop: nodes.For, earlier: list[nodes.Node], other: list[nodes.Node]) -> nodes.If:
-    """Statements for the earlier messages of a loop, and for its other ones."""
     message = nodes.Name(cast("nodes.Name", loop.target).name, "load")
     is_earlier = nodes.Compare(message, [nodes.Operand("in", nodes.Name(EARLIER, "load"))])
     return nodes.If(is_earlier, earlier, [], other)
@@ -165,9 +161,7 @@ def _calls_raise(body: Sequence[nodes.Node]) -> bool:
 
 
 def _list_local_namespaces(template: nodes.Template) -> set[str]:
-    """Names that only statements inside loops and macros set, and only to a new namespace: no other iteration or call
-    can read it.
-    """
+    """Set only inside loops and macros, and only to a new namespace: no other iteration or call can read it."""
     places = [*template.find_all(nodes.For), *template.find_all(nodes.Macro)]
     local = {
         id(node.target): node.target.name

@@ -1,4 +1,4 @@
-"""`load_renderer`: a model directory or hub id -> a proven Renderer. Only this file and proof_cache.py touch files."""
+"""`load_renderer`: a model directory or hub id -> a proven Renderer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 
 class ChatTokenizer(Protocol):
-    """The attributes of a transformers tokenizer that are read."""
-
     backend_tokenizer: Tokenizer
     chat_template: str | JsonMapping | None
     eos_token: str | None
@@ -40,7 +38,7 @@ class ChatTokenizer(Protocol):
 
 
 class RendererOptions(TypedDict, total=False):
-    """Limits: bytes of cached encodings, number of cached plans, and a context that every rendering runs in."""
+    """Bytes of cached encodings, number of cached plans, and a context that every rendering runs in."""
 
     encode_cache_bytes: int
     extend_plans: int
@@ -147,9 +145,7 @@ def _find_source(tokenizer: ChatTokenizer, chat_template: str | None) -> str:
     if is_object(own):
         own = own.get("tool_use") or own.get("default")
     if not isinstance(own, str) or not own:
-        raise TemplateError(
-            "chat_template: the tokenizer has none; pass one as chat_template=… (or --template F.jinja)"
-        )
+        raise TemplateError("chat_template: the tokenizer has none; pass chat_template=… (or --template F.jinja)")
     return own
 
 

@@ -1,8 +1,6 @@
-"""Normalises messages and tools to the plain shape that one template takes; bad input is a MessageError with the field.
-
-Arguments are parsed from JSON text, null content becomes "", parts are joined if the template takes strings, tool
-results get the name and id of their call. No text is changed.
-"""
+"""Normalises messages and tools to the plain shape that one template takes: arguments are parsed from JSON text, null
+content becomes "", parts are joined if the template takes strings, tool results get the name and id of their call. No
+text is changed."""
 
 from __future__ import annotations
 
@@ -143,9 +141,7 @@ def _normalise_calls(calls: JsonValue, field: str, inputs: InputFormat) -> list[
 
 
 def _normalise_arguments(arguments: JsonValue, inputs: InputFormat) -> JsonValue:
-    """Parses a JSON object. Text that is not JSON, is nested too deeply or escapes a lone surrogate stays text; the
-    template decides what to do with it.
-    """
+    """Text that is not JSON, is nested too deeply or escapes a lone surrogate stays text."""
     if isinstance(arguments, str) and arguments.strip():
         try:
             parsed: JsonValue = json.loads(arguments)
@@ -160,7 +156,7 @@ def _normalise_arguments(arguments: JsonValue, inputs: InputFormat) -> JsonValue
 
 
 def name_tool_messages(messages: Sequence[JsonObject], calls: Sequence[JsonObject] = ()) -> list[JsonObject]:
-    """The messages, with copies of the tool messages that had no name. `calls`: of the turn before them."""
+    """Copies the tool messages that had no name. `calls`: of the turn before."""
     out = list(messages)
     names = {call["id"]: call["function"]["name"] for call in calls if call["id"]}
     waiting = list(calls)
@@ -183,7 +179,7 @@ def name_tool_messages(messages: Sequence[JsonObject], calls: Sequence[JsonObjec
 
 
 def _find_answered(messages: Sequence[JsonObject], index: int, waiting: Sequence[JsonObject]) -> JsonObject | None:
-    """Matches by id, else by name, else by position if there is one result per waiting call. Never guesses."""
+    """By id, else by name, else by position if there is one result per waiting call. Never guesses."""
     message = messages[index]
     if call_id := message.get("tool_call_id"):
         return next((call for call in waiting if call["id"] == call_id), None)
@@ -194,7 +190,7 @@ def _find_answered(messages: Sequence[JsonObject], index: int, waiting: Sequence
 
 
 def make_short_id(call_id: str) -> str:
-    """Nine letters or digits, a function of the id; an id that already fits is kept."""
+    """Nine letters or digits; an id that already fits is kept."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode()).digest()[:8], "big")
@@ -202,7 +198,7 @@ def make_short_id(call_id: str) -> str:
 
 
 def _copy_json(value: JsonValue, field: str) -> JsonValue:
-    """Copies to plain JSON types, so that a sandboxed template never sees objects with methods of ours."""
+    """To plain types, so that a sandboxed template never sees objects with methods of ours."""
     if isinstance(value, str):
         if not value.isascii() and (lone := _LONE_SURROGATE.search(value)):
             detail = f"holds a lone surrogate (U+{ord(lone[0]):04X}), which no tokenizer can encode"

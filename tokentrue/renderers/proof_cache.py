@@ -1,7 +1,4 @@
-"""Disk cache of proofs: one small JSON file per template, tokenizer, settings and code version.
-
-Writes are atomic renames; an unreadable file is proven again; without a writable directory nothing is cached.
-"""
+"""Disk cache of proofs: one JSON file per template, tokenizer, settings and code version."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 @lru_cache
 def hash_code() -> str:
-    """Hashes everything that can change a proof: this package's code and the versions of its libraries."""
+    """Everything that can change a proof: this package's code and the versions of its libraries."""
     package = Path(__file__).parent
     files = sorted(package.rglob("*.py"))
     code = b"".join(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() for path in files)

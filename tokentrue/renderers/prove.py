@@ -1,8 +1,6 @@
-"""Proves a template and tokenizer by trial: shapes of conversation × roles appended, compared in ids with the truth.
-
-The truth is the real conversation rendered and encoded whole, cut by offsets after the last turn's last word (`zlastz`)
-and stop. `zn0z` is the first new content.
-"""
+"""Proves a template and tokenizer by trial: shapes of conversation × roles appended, compared in ids with the truth:
+the real conversation rendered and encoded whole, cut by offsets after the last turn's last word (`zlastz`) and stop.
+`zn0z` is the first new content."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ from tokentrue.renderers.renderer import Case, Proof, Renderer
 from tokentrue.types import Extension, Message, Refusal, Tool
 
 ROLES = ("user", "tool", "tools", "system", "assistant")
+SHOWN = {"proven", "history"}
 TOOLS: tuple[Tool, ...] = tuple(
     {
         "type": "function",
@@ -72,15 +71,8 @@ SHAPES: dict[str, tuple[Message, ...]] = {
     "reasoned call": (_user("za"), make_calls("zlastz", **THOUGHT)),
     "chain of calls": (_user("za"), make_calls("zb", first=2), _result("zc", 2), make_calls("zlastz")),
     "long chain": (
-        *(
-            SYSTEM,
-            _user("za"),
-            make_calls("zb", first=2),
-            _result("zc", 2),
-            make_calls("zd", first=4),
-            _result("ze", 4),
-        ),
-        *(_turn("zf"), _user("zg"), make_calls("zlastz")),
+        *(SYSTEM, _user("za"), make_calls("zb", first=2), _result("zc", 2)),
+        *(make_calls("zd", first=4), _result("ze", 4), _turn("zf"), _user("zg"), make_calls("zlastz")),
     ),
     "two calls": (_user("za"), make_calls("zb", "zlastz")),
     "chain of two calls": (
@@ -113,9 +105,8 @@ ADDED: dict[str, dict[str, tuple[Message, ...]]] = {
 
 
 def prove(renderer: Renderer) -> Proof:
-    cases = tuple(
-        _run_case(renderer, role, shape, new) for role, shapes in ADDED.items() for shape, new in shapes.items()
-    )
+    trials = [(role, shape, new) for role, shapes in ADDED.items() for shape, new in shapes.items()]
+    cases = tuple(_run_case(renderer, *trial) for trial in trials)
     judged = {role: _judge_role([case for case in cases if case.role == role]) for role in ROLES}
     shows_tools = _shows_tools(renderer)
     stops = renderer.stops
@@ -136,10 +127,8 @@ def prove(renderer: Renderer) -> Proof:
 
 def _judge_role(cases: Sequence[Case]) -> tuple[str, str]:
     found = {case.outcome for case in cases}
-    reasons = "; ".join(
-        f"{case.shape}: {case.why}" for case in cases if case.outcome in {"refused", "unsupported", "wrong"}
-    )
-    if "wrong" in found or not found & {"proven", "history"}:
+    reasons = "; ".join(f"{case.shape}: {case.why}" for case in cases if case.outcome not in SHOWN)
+    if "wrong" in found or not found & SHOWN:
         return "refused", reasons
     return ("history" if "history" in found else "proven"), reasons
 
@@ -187,8 +176,8 @@ def find_truth(
     *,
     write: Callable[[str], str] = str,
 ) -> TokenIds | None:
-    """Ids after the last turn's stop in the real conversation, by offsets; None if there is no such place. `write`
-    changes the rendered text as an image processor does."""
+    """Ids after the last turn's stop, by offsets; None if there is no such place. `write` changes the text as an image
+    processor does."""
     text = write(renderer.render_plain([*history, *new], tools))
     word, first = text.rfind("zlastz"), text.find("zn0z")
     encoding = renderer.codec.backend.encode(text, add_special_tokens=False)
@@ -205,7 +194,7 @@ def find_truth(
 
 
 def _find_boundary(renderer: Renderer, role: str, cases: Sequence[Case]) -> str | None:
-    case = next((case for case in cases if case.role == role and case.outcome in {"proven", "history"}), None)
+    case = next((case for case in cases if case.role == role and case.outcome in SHOWN), None)
     if case is None:
         return None
     history, new = SHAPES[case.shape], ADDED[role][case.shape]
@@ -217,11 +206,9 @@ def _find_boundary(renderer: Renderer, role: str, cases: Sequence[Case]) -> str 
 
 
 def _check_rewrites(renderer: Renderer, role: str, cases: Sequence[Case]) -> bool:
-    shapes = [case.shape for case in cases if case.role == role and case.outcome in {"proven", "history"}]
+    added = {case.shape: ADDED[role][case.shape] for case in cases if case.role == role and case.outcome in SHOWN}
     try:
-        return any(
-            renderer.rewrites(SHAPES[shape], ADDED[role][shape], _choose_tools(SHAPES[shape])) for shape in shapes
-        )
+        return any(renderer.rewrites(SHAPES[each], new, _choose_tools(SHAPES[each])) for each, new in added.items())
     except TokenTrueError:  # cannot render the conversation with nothing after the turn: nothing to compare
         return False
 

@@ -1,7 +1,6 @@
 """Messages to tokens and back for one tokenizer and template; see protocols.Renderer.
 
-Recorded ids are never encoded or changed; `extend` returns what the template writes after them, or a Refusal.
-"""
+Recorded ids are never encoded or changed; `extend` returns what the template writes after them, or a Refusal."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ Injection: TypeAlias = Literal["safe", "engine"]
 @record
 class Case:
     """`outcome`: "proven", "history" (the added ids depend on earlier turns), "refused", "unsupported" (cannot be
-    rendered) or "wrong".
-    """
+    rendered) or "wrong"."""
 
     shape: str
     role: str
@@ -51,8 +49,7 @@ class Case:
 class Proof:
     """`roles`: "proven", "history" (the added ids depend on earlier turns) or "refused"; `why`: the refused shapes.
     `stops`: token strings per kind of turn; `boundary`: the text between a stop and the next turn's content;
-    `rewrites`: the template changes earlier turns once such a message follows.
-    """
+    `rewrites`: the template changes earlier turns once such a message follows."""
 
     roles: Mapping[str, str] = field(default_factory=dict[str, str])
     why: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -85,8 +82,7 @@ UNPROVEN = Proof(images={role: PROVEN for role in SEEN_ROLES})
 @dataclass(kw_only=True, eq=False)
 class Renderer:
     """Built by `load_renderer`. `family`: what the template does not say (parsing, default kwargs); `proof`: what
-    holds.
-    """
+    holds."""
 
     template: Template
     codec: Codec
@@ -117,8 +113,6 @@ class Renderer:
             safe=self._safe,
             max_plans=self.max_plans,
         )
-
-    # messages -> ids
 
     def render(
         self, messages: Messages, tools: Tools | None = None, *, template_kwargs: TemplateKwargs | None = None
@@ -162,7 +156,7 @@ class Renderer:
         return self._extender.rewrites(messages, new, tools, self._merge(template_kwargs))
 
     def encode_sampled(self, text: str) -> list[int]:
-        """Encodes text as a model's output, markers as tokens; for scripted engines."""
+        """As a model's output, markers as tokens; for scripted engines."""
         return self.codec.encode_after(text, literal="").tolist()
 
     def _merge(self, template_kwargs: TemplateKwargs | None) -> JsonObject:
@@ -172,8 +166,6 @@ class Renderer:
                 "cannot set messages, tools or add_generation_prompt: the request says them", field="template_kwargs"
             )
         return merged
-
-    # ids -> messages
 
     def parse(self, sampled_ids: Ids, *, prompt_ids: Ids = EMPTY, tools: Tools | None = None) -> Parsed:
         return parse_turn(self._grammar, sampled_ids, prompt_ids=prompt_ids, tools=tools)
@@ -190,11 +182,8 @@ class Renderer:
             opening = self.render([{"role": "user", "content": "x"}]).token_ids
         except TokenTrueError:  # the template needs more than one user turn: the opening is unknown
             opening = EMPTY
-        return compile_grammar(
-            self.codec.spelling, self.family, stop_token_ids=self.stop_token_ids, generation_ids=opening
-        )
-
-    # for other packages
+        stops = self.stop_token_ids
+        return compile_grammar(self.codec.spelling, self.family, stop_token_ids=stops, generation_ids=opening)
 
     def call_tag(self, tools: Tools, *, name: str | None = None) -> JsonMapping | Refusal:
         """Structural tag that makes an engine sample at least one call of these tools (only of `name`, if given)."""

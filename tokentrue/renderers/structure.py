@@ -22,10 +22,7 @@ class RenderText(Protocol):
 @record
 class Structure:
     """`assistant`: the token that opens an assistant turn; `word`: the text right after it if other roles share the
-    token; `openers`: the tokens that open a turn of any role.
-
-    Qwen3: `<|im_start|>` and "assistant"; GLM: `<|assistant|>` and "".
-    """
+    token; `openers`: of any role. Qwen3: `<|im_start|>` and "assistant"; GLM: `<|assistant|>` and no word."""
 
     special: frozenset[int]
     openers: frozenset[int]
@@ -71,7 +68,6 @@ def _encode_generation_prompt(codec: Codec, render_text: RenderText) -> TokenIds
 
 
 def _list_gaps(render_text: RenderText) -> Iterator[str]:
-    """The template's texts between the contents of neighbouring turns."""
     roles = {_SYSTEM: "system", _USER: "user", _ASSISTANT: "assistant", _USER + "2": "user"}
     turns: list[Message] = [{"role": role, "content": word} for word, role in roles.items()]
     for messages in (turns, turns[1:]):

@@ -1,8 +1,5 @@
-"""A chat template compiled in transformers' sandbox, and the inputs that it accepts.
-
-Invariant: for inputs in the shape the template takes, `Template.render` returns the string of
-`apply_chat_template(tokenize=False)`.
-"""
+"""A chat template compiled in transformers' sandbox, and the inputs that it accepts. For inputs in the shape the
+template takes, `Template.render` returns the string of `apply_chat_template(tokenize=False)`."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ MAX_ATTRIBUTES = 1000
 
 @record
 class InputFormat:
-    """What a template accepts, found by rendering small conversations; the defaults suit most templates."""
+    """Found by rendering small conversations; the defaults suit most templates."""
 
     parts: bool = False  # content parts are understood
     text: bool = True  # plain strings are understood
@@ -50,7 +47,7 @@ def make_arguments(values: JsonObject, inputs: InputFormat) -> JsonObject | str:
 
 
 class Template:
-    """Failures of the template of any kind are raised as TemplateError. `deadline` limits each rendering."""
+    """Its failures of any kind are TemplateErrors. `deadline` limits each rendering."""
 
     def __init__(
         self, source: str, *, variables: JsonMapping, deadline: AbstractContextManager[object] | None = None
@@ -62,19 +59,15 @@ class Template:
 
     @cached_property
     def _compiled(self) -> CompiledTemplate:
-        """Lazy: with a cached proof, loading does not need the compiled template."""
-        from transformers.utils.chat_template_utils import (
-            _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
-        )
+        """With a cached proof, loading does not need it."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template  # pyright: ignore[reportPrivateUsage]
 
         try:
             return _compile_jinja_template(self.source)
         except MemoryError:
             raise
         except Exception as error:  # syntax errors, and errors in constants that jinja folds
-            raise TemplateError(
-                f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…"
-            ) from error
+            raise TemplateError(f"chat_template: does not compile: {error}; pass a corrected one") from error
 
     def compile(self) -> None:
         _ = self._compiled
@@ -95,7 +88,7 @@ class Template:
         inputs: InputFormat | None = None,
         earlier: Sequence[JsonObject] = (),
     ) -> str:
-        """`generate` adds the generation prompt. Nothing need be written for the messages that are in `earlier`."""
+        """`generate` adds the generation prompt. Nothing need be written for the messages in `earlier`."""
         if not tools:
             tools = [] if inputs is not None and inputs.no_tools == "empty" else None
         given = {"messages": messages, "tools": tools, "add_generation_prompt": generate}
@@ -107,9 +100,7 @@ class Template:
         except TemplateError:
             raise
         except MemoryError as error:
-            raise TemplateLimitError(
-                "chat_template: out of memory while rendering; shorten the conversation"
-            ) from error
+            raise TemplateLimitError("chat_template: out of memory; shorten the conversation") from error
         except Exception as error:  # jinja's own errors, raise_exception, and Python errors out of filters and methods
             raise TemplateError(f"chat_template: {type(error).__name__}: {str(error)[:300]}") from error
 
@@ -131,7 +122,7 @@ def _remember_safe_attributes(environment: SandboxedEnvironment) -> None:
 
 
 def find_input_format(template: Template, kwargs: JsonMapping) -> InputFormat:
-    """Decides each fact by whether marked words survive a render, never by name. Raises if it does not compile."""
+    """Decides by whether marked words survive a render. Raises if it does not compile."""
     template.compile()
     inputs = InputFormat(developer="developer" in template.source)
     first, second = "qzfirstqz", "qzsecondqz"
@@ -167,7 +158,6 @@ def _shows_content(
 
 
 def _shows_result(template: Template, kwargs: JsonMapping, inputs: InputFormat, call_id: str) -> bool:
-    """True if the result of a call of the form `inputs` is in the render."""
     messages, tools = make_call_talk(inputs, "qzwordqz", "qzresultqz", call_id)
     try:
         return "qzresultqz" in template.render(messages, tools, kwargs, inputs=inputs)

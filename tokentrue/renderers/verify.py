@@ -26,7 +26,7 @@ TURNS: dict[str, Message] = {
 
 
 def check_roundtrip(renderer: Renderer, turn: Message) -> str:
-    """Returns "ok", "differs: …", or why there is nothing to compare."""
+    """ "ok", "differs: …", or why there is nothing to compare."""
     try:
         sampled = encode_turn(renderer, turn)
         if isinstance(sampled, str):
@@ -40,7 +40,7 @@ def check_roundtrip(renderer: Renderer, turn: Message) -> str:
 
 
 def encode_turn(renderer: Renderer, turn: Message) -> tuple[TokenIds, TokenIds] | str:
-    """The prompt's ids and those that a model samples to write `turn` as the template does; or why not known."""
+    """The ids of the prompt, and those that a model samples to write `turn` as the template does; or why not known."""
     talk: list[Message] = [{"role": "user", "content": "How is Paris?"}, turn]
     tools = TOOLS if turn.get("tool_calls") else None
     prompt, whole = renderer.render_plain(talk[:1], tools), renderer.render_plain(talk, tools, generate=False)

@@ -1,4 +1,4 @@
-"""An in-process OpenAI client, backed by a session. `await client(messages, tools=None)` returns a `Reply`."""
+"""An in-process OpenAI client of a session. `await client(messages, tools=None)` returns a `Reply`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IGNORED = {
 class Turns(Protocol):
     async def turn(self, request: TurnRequest) -> tuple[Reply, ...]: ...
 
-    def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent, None]: ...
+    def stream(self, request: TurnRequest) -> AsyncGenerator[TurnEvent]: ...
 
 
 class Fields(SimpleNamespace):
@@ -127,7 +127,7 @@ def _completion(replies: tuple[Reply, ...], shared: JsonObject) -> Fields:
     return _fields({**named, "choices": choices, "usage": chat_usage(replies)})
 
 
-async def _chunks(events: AsyncGenerator[TurnEvent, None], shared: JsonObject) -> AsyncIterator[Fields]:
+async def _chunks(events: AsyncGenerator[TurnEvent], shared: JsonObject) -> AsyncIterator[Fields]:
     async with aclosing(events):
         async for event in events:
             delta: JsonObject = {"role": None, "content": None, "tool_calls": None}

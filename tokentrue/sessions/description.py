@@ -1,4 +1,4 @@
-"""Sessions and nodes as JSON, without tokens, for GET /sessions, the viewer and `tokentrue sessions`."""
+"""Sessions and nodes as JSON, without tokens."""
 
 from __future__ import annotations
 

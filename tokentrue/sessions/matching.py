@@ -72,8 +72,8 @@ class Resolution:
 
 @record
 class PathFit:
-    """How the first `depth` messages of a request fit the path to a node: changes in replayed served messages, and
-    given messages that are written differently."""
+    """How the first `depth` messages of a request fit the path to a node. `num_respelled`: given messages that are
+    written differently."""
 
     depth: int = 0
     num_changes: int = 0
@@ -83,7 +83,7 @@ class PathFit:
 
 @record
 class Match:
-    """`elsewhere` is a deeper turn of the same conversation, sampled under other tools or another system prompt."""
+    """`elsewhere`: a deeper turn of the same conversation, sampled under other tools or another system prompt."""
 
     node: Node
     fit: PathFit
@@ -96,7 +96,7 @@ class Matcher:
     def __init__(self, tree: Tree, renderer: Renderer) -> None:
         self.tree, self.renderer, self.index = tree, renderer, CandidateIndex(tree)
         self.pending: list[TurnKey] = []
-        # Recent fits by node and exact messages: the next request of a conversation compares only what it adds.
+        # By node and exact messages: the next request compares only what it adds.
         self.fits: OrderedDict[tuple[str, bytes], PathFit] = OrderedDict()
 
     @contextmanager
@@ -110,8 +110,8 @@ class Matcher:
 
     @traced("resolve")
     async def resolve(self, conversation: Conversation, *, named: str | None = None) -> Resolution:
-        """`named` is the node that the request says it continues. Awaits only if long histories must be rendered;
-        turns committed meanwhile may be missed."""
+        """`named`: the node that the request says it continues. Awaits only if long histories must be rendered; turns
+        committed meanwhile may be missed."""
         started = self.tree.committed_seq  # what is committed while this awaits was not over when it began
         search = _Search(self, conversation, named)
         found = await search.find_deepest()
@@ -174,7 +174,7 @@ class Matcher:
         projection: str = "root",
         origin: Node | None = None,
     ) -> Resolution:
-        """`edge`: its reason and detail, unless this very turn was asked before."""
+        """`edge`: reason and detail, unless this very turn was asked before."""
         if key in self.pending:
             edge = "parallel", "another request for this turn was in flight"
         elif answers := self.tree.answers.get(key):
@@ -247,7 +247,6 @@ class _Search:
             nodes = [node for node in nodes if self._may_have_same_tools(node)]
         fits = [(node, fit) for node in nodes if (fit := self._fit(node)) is not None]
         fits = [(node, fit) for node, fit in fits if not fit.num_respelled or await self._renders_alike(node)]
-        # Prefer a complete answer to one that broke off.
         fits = [(node, fit) for node, fit in fits if node.outcome == "served"] or fits
         same = [(node, fit) for node, fit in fits if await self._has_same_tools(node)]
         if other is None:
@@ -287,11 +286,10 @@ class _Search:
         return found
 
     def _fit_turns(self, node: Node, num_system: int, joined: Node) -> PathFit | None:
-        """Fits the request and the conversation of `node`, each after its system prompt; None unless all given
-        messages are identical."""
+        """Each after its system prompt; None unless all given messages are identical."""
         items = self._tree.conversation(node)[self._index.places[node.id].num_system :]
-        # Under the first prompt of a kind, the turns to `joined` are the client's copies of what was served: they may be
-        # written differently from this request, which fits `joined` itself.
+        # Under the first prompt of a kind, the turns to `joined` are the client's copies, perhaps written differently
+        # from this request, which fits `joined` itself.
         served = self._tree.conversation(joined)[num_system:]
         for at, (item, known) in enumerate(zip(items, served, strict=False)):
             if isinstance(known, ServedRef) and not isinstance(item, ServedRef):
@@ -304,8 +302,7 @@ class _Search:
     def _choose(
         self, fits: Sequence[tuple[Node, PathFit]], *, same_tools: bool = True, other: Match | None = None
     ) -> Match:
-        # Given messages first: two sub-agents may differ by a `name` that the template does not print, and be served
-        # the same text.
+        # Two sub-agents may differ by a `name` that the template does not print, and be served the same text.
         fewest = min(fit.num_respelled for _, fit in fits)
         fits = [(node, fit) for node, fit in fits if fit.num_respelled == fewest]
         best = min(fit.num_changes for _, fit in fits)
@@ -401,7 +398,7 @@ class _Search:
         return await run_by_size(compare, count_chars(recorded) + count_chars(now))
 
     def build_tail(self, match: Match) -> tuple[Given, ...]:
-        # Tool results get the call ids that were served: templates may print them, and sampled tokens may contain them.
+        # Tool results get the call ids that were served: templates and sampled tokens may contain them.
         depth = self._index.places[match.node.id].depth
         recorded: list[Given] = []
         if match.elsewhere is not None:
@@ -432,8 +429,8 @@ def _restore(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The key of the conversation after a node's served message, and its length. `turns_key` excludes the
-    `num_system` messages of the system prompt. `loose_tools` identifies the tools in any order."""
+    """The key of the conversation after a node's served message, and its length. `turns_key` excludes the `num_system`
+    messages of the system prompt. `loose_tools`: the tools in any order."""
 
     key: bytes = START_KEY
     depth: int = 0
@@ -444,7 +441,7 @@ class Place:
 
 
 class CandidateIndex:
-    """From a conversation's loose key, with and without its system prompt, to the recorded turns that end there."""
+    """From a conversation's loose key, with and without its system prompt, to the turns that end there."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -484,7 +481,7 @@ class CandidateIndex:
         self.passed.setdefault(place.key, node)
 
     def _reference(self, message: Message, node: Node | None, seen: Mapping[str, CallRef]) -> CallRef | str | None:
-        """The call that a tool result answers: one in `seen`, else the nearest one on the path to `node`."""
+        """The call that a tool result answers: one in `seen`, else the nearest on the path to `node`."""
         call_id = message.get("tool_call_id")
         if not isinstance(call_id, str) or read_role(message) == "assistant":
             return None

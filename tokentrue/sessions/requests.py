@@ -1,5 +1,4 @@
-"""What a request may ask: sizes, sampling, and formats that the engine must enforce; its identity; and the choice of
-thread for its rendering and parsing."""
+"""What a request may ask: sizes, sampling, enforced formats; its identity; the thread for its rendering and parsing."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ HUGE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokentrue-huge")
 
 @record
 class SessionLimits:
-    """None means no limit. `max_tokens` counts recorded tokens, `max_new_chars` a request's characters that are not
-    recorded yet. `conversation_bytes` bounds the cache of conversations; 0 disables it."""
+    """None: no limit. `max_tokens` counts recorded tokens, `max_new_chars` a request's characters that are not recorded
+    yet. `conversation_bytes` bounds the cache of conversations."""
 
     max_nodes: int | None = 10_000
     max_tokens: int | None = 20_000_000
@@ -57,22 +56,18 @@ class SessionLimits:
     def check_text(self, chars: int) -> None:
         if self.max_new_chars is not None and chars > self.max_new_chars:
             raise LimitExceeded(
-                f"the request has {chars} new characters, the limit is max_new_chars={self.max_new_chars}; "
-                "shorten them or raise it"
+                f"{chars} new characters, the limit is max_new_chars={self.max_new_chars}; shorten them"
             )
 
     def check_prompt(self, length: int) -> None:
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
             raise LimitExceeded(
-                f"the prompt has {length} tokens, the limit is max_prompt_tokens={self.max_prompt_tokens}; "
-                "shorten the conversation"
+                f"the prompt has {length} tokens, but max_prompt_tokens={self.max_prompt_tokens}; shorten it"
             )
 
 
-# Sampling and identity.
 def check_pinned(sampling: Sampling | JsonMapping | None) -> JsonMapping:
-    """Sampling values of a session that override the client's: of a `Sampling` every field, of a mapping those it
-    names. (Pinned prompts are in `stages/pinning`.)"""
+    """Of a `Sampling` every field, of a mapping those it names."""
     if isinstance(sampling, Sampling):
         return {name: getattr(sampling, name) for name in _FIELDS}
     values = dict(sampling or {})
@@ -83,8 +78,7 @@ def check_pinned(sampling: Sampling | JsonMapping | None) -> JsonMapping:
 
 
 def resolve_sampling(sampling: Sampling, pinned: JsonMapping, *, renderer: Renderer, training: bool) -> Sampling:
-    """Pinned values over the client's, plus the renderer's stop tokens. Refuses penalties if a trainer will score
-    the tokens."""
+    """Pinned values over the client's, plus the renderer's stop tokens. Refuses penalties if a trainer will score."""
     if pinned:
         values = Sampling(**pinned)
         sampling = replace(sampling, **{name: getattr(values, name) for name in pinned})
@@ -96,7 +90,7 @@ def resolve_sampling(sampling: Sampling, pinned: JsonMapping, *, renderer: Rende
 
 
 async def check_truthful(sampling: Sampling, provider: Provider) -> None:
-    """Refuses filters under which the engine does not report the log-probabilities that it sampled from."""
+    """Refuses filters under which the engine does not report what it sampled from."""
     if not sampling.filters:
         return
     if provider.truthful_filters is None:
@@ -115,7 +109,7 @@ def identify_request(request: TurnRequest, conversation: Conversation, sampling:
 
 
 def format_identity(identity: bytes) -> str:
-    """As a node stores it. Records without the prefix identify a request by looser keys."""
+    """Nodes without the prefix identify a request by looser keys."""
     return f"exact:{identity.hex()}"
 
 
@@ -127,14 +121,14 @@ def is_same_request(recorded: str | None, identity: bytes) -> bool:
 def constraints_from(
     choice: str | JsonObject | None, format_: JsonObject | None, tools: tuple[JsonObject, ...] | None
 ) -> tuple[JsonObject, tuple[JsonObject, ...] | None]:
-    """Entries for `Sampling.extra` that the engine enforces, and the prompt's tools (none for "none")."""
+    """Entries for `Sampling.extra`, and the prompt's tools (none for "none")."""
     extra: JsonObject = {}
     if choice == "none":
         tools = None
     elif choice not in (None, "auto"):
         if isinstance(choice, str) and choice != "required":
             raise MessageError(
-                f"must be 'auto', 'none', 'required' or a named function, not {echo(choice)}", field="tool_choice"
+                f"must be auto, none, required or a named function, not {echo(choice)}", field="tool_choice"
             )
         if not tools:
             raise MessageError("needs tools", field="tool_choice")
@@ -142,20 +136,20 @@ def constraints_from(
     if format_ is not None and format_.get("type") != "text":
         if format_.get("type") not in ("json_object", "json_schema"):
             raise MessageError(f"type {echo(format_.get('type'))} is not supported", field="response_format.type")
-        declared = cast("JsonObject", format_["json_schema"]) if isinstance(format_.get("json_schema"), dict) else {}
-        if format_["type"] == "json_schema" and not isinstance(declared.get("schema"), dict):
+        if format_["type"] == "json_schema" and not isinstance(read_object(format_, "json_schema").get("schema"), dict):
             raise MessageError("must have a JSON schema", field="response_format.json_schema.schema")
         if "tool_choice" in extra:
-            raise MessageError(
-                "cannot be enforced together with tool_choice; send one of them", field="response_format"
-            )
+            raise MessageError("cannot be enforced with tool_choice; send one of them", field="response_format")
         extra["response_format"] = format_
     return extra, tools
 
 
+def read_object(outer: JsonObject, name: str) -> JsonObject:
+    return cast("JsonObject", outer[name]) if isinstance(outer.get(name), dict) else {}
+
+
 def named_choice(choice: JsonObject, tools: tuple[JsonObject, ...]) -> JsonObject:
-    function = cast("JsonObject", choice["function"]) if isinstance(choice.get("function"), dict) else {}
-    name = function.get("name")
+    name = read_object(choice, "function").get("name")
     if choice.get("type") != "function" or not isinstance(name, str):
         raise MessageError("must be 'auto', 'none', 'required' or a named function", field="tool_choice")
     if all(tool["function"]["name"] != name for tool in tools):

@@ -1,6 +1,6 @@
 """Concurrent equal requests share one turn. It runs in a task, which is cancelled when its last caller leaves; from
-then on the same request starts a new turn. A complete turn that is being written is not cancelled: a returning
-caller joins it, so no key names two answers."""
+then on the same request starts a new turn. A complete turn that is being written is not cancelled: a returning caller
+joins it, so no key names two answers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ Work: TypeAlias = Coroutine[None, None, T]
 
 
 class InFlightTurn:
-    """What is asked (`identity` names it), and who waits for the answer. If the first caller streams, `emit` buffers
-    events."""
+    """If the first caller streams, `emit` buffers events."""
 
     def __init__(
         self, identity: bytes, request: TurnRequest, sampling: Sampling, pinned: PinnedRequest, *, streamed: bool
@@ -66,8 +65,8 @@ class InFlightTurn:
         finally:
             await self._leave()
 
-    async def events(self) -> AsyncGenerator[list[TurnEvent], None]:
-        """Yields all events since the last read, then raises the turn's error, if it failed."""
+    async def events(self) -> AsyncGenerator[list[TurnEvent]]:
+        """All since the last read; raises the turn's error, if it failed."""
         try:
             while self._events or not self._task.done():
                 if not self._events:
@@ -137,7 +136,7 @@ class SingleFlight:
 
 
 async def run_to_completion(work: Work[T]) -> T:
-    """Even if the caller is cancelled; the cancellation is raised afterwards."""
+    """Even if the caller is cancelled, which is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

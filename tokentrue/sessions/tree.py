@@ -1,7 +1,6 @@
-"""The record of one session: a forest of immutable nodes, each of which stores only what it adds.
-
-Checked when a node is added: `prompt_ids(node) == prompt_ids(parent) + sampled_ids(parent) + given_ids(node)`, bit
-for bit, one log-probability per sampled id, and `prompt_digest` is the SHA-256 of those prompt ids."""
+"""The record of one session: a forest of immutable nodes, each of which stores only what it adds. Checked when a node
+is added: `prompt_ids(node) == prompt_ids(parent) + sampled_ids(parent) + given_ids(node)`, bit for bit, one
+log-probability per sampled id, and `prompt_digest` is the SHA-256 of those prompt ids."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ TurnKey: TypeAlias = tuple[str | None, bytes]
 
 @dataclass(frozen=True, slots=True)
 class ServedRef:
-    """A given message that repeats what node `node` served. In a root it is rendered again; after a parent the
-    node's sampled ids are repeated unchanged, trained only at `node`."""
+    """A given message that repeats what `node` served. In a root it is rendered again; after a parent the sampled ids
+    are repeated unchanged, trained only at `node`."""
 
     node: str
 
@@ -75,16 +74,16 @@ class Node:
     served: Message
     chain: bytes
     prompt_length: int
-    prompt_digest: bytes  # SHA-256 of the recorded prompt ids; the provider's prompt had the same (`_sent_digest`)
+    prompt_digest: bytes  # SHA-256 of the prompt ids, recorded and sent
     stopped_by: int | str | None = None
     attempts: tuple[Attempt, ...] = ()  # of tool calls that did not parse
     dialect: str = "openai_chat"
-    model: str | None = None  # as requested; None if the request named none, or an older release recorded it
+    model: str | None = None  # as requested, if it was and an older release did not record it
     projection: str = "root"
     edge_reason: str | None = None
     detail: str = ""
     replaced: tuple[Message, ...] = ()  # the client's system prompt, where a pinned one replaced it
-    origin: str | None = None  # the node whose conversation it continues with other tokens: as a root, or on `parent`
+    origin: str | None = None  # the node that it continues with other tokens
     outcome: Outcome = "served"
     tools: Tools | None = None
     template_kwargs: TemplateKwargs = field(default_factory=JsonObject)
@@ -193,7 +192,7 @@ class Tree:
         return [name for name in (node.parent, node.origin) if name is not None]
 
     def conversation(self, node: Node) -> list[Given]:
-        """Every message up to and including what `node` served; sampled ones as references."""
+        """Up to and including what `node` served; sampled messages as references."""
         return [item for step in self.path(node) for item in (*step.given, ServedRef(step.id))]
 
     def full_ids(self, node: Node | None) -> TokenIds:
@@ -213,11 +212,11 @@ class Tree:
         return self.expand(node.given)
 
     def messages(self, node: Node | None) -> PastMessages:
-        """The conversation up to and including what `node` served, as recorded."""
+        """Up to and including what `node` served, as recorded."""
         return PastMessages() if node is None else self._full_path(node).messages
 
     def _full_path(self, node: Node) -> _Path:
-        """Walks back to the root or to the cached path: the next turn costs only what it adds."""
+        """Walks back to the root or the cached path: the next turn costs only what it adds."""
         known, steps, at = self._newest, list[Node](), node
         while at.id != known.node:
             steps.append(at)
@@ -235,7 +234,7 @@ class Tree:
         return self._newest
 
     def find_prefix(self, ids: TokenIds) -> Node | None:
-        """The newest of the longest conversations that `ids` begin with; whole answers come before broken ones."""
+        """The newest of the longest conversations that `ids` begin with; whole answers before broken ones."""
         found: dict[int, list[Node]] = defaultdict(list)
         for node in self.nodes.values():
             if node.length < len(ids):  # something must be given before the next answer
@@ -254,7 +253,6 @@ class Tree:
     def answers_like(self, node: Node) -> list[Node]:
         return self.answers[self._turn_keys[node.id]]
 
-    # Certificates and digests.
     def link(self, node: Node) -> bytes:
         parent = self.parent(node)
         return next_link(
@@ -284,7 +282,7 @@ class Tree:
             raise TokenContractError(f"node {node.id}: prompt of {node.prompt_length} ids, but {parts}")
         if len(node.sampled_ids) != len(node.logprobs):
             raise TokenContractError(
-                f"node {node.id}: {len(node.sampled_ids)} sampled ids, {len(node.logprobs)} log-probabilities"
+                f"node {node.id}: {len(node.sampled_ids)} ids, {len(node.logprobs)} log-probabilities"
             )
         check_images(node)
         state = self.hash_prompt(parent, node.given_ids)
@@ -339,9 +337,8 @@ class Tree:
         return newest
 
 
-# The certificate's hash chain: one SHA-256 per node over its parent's hash and everything that a trainer computes
-# with. Ids are hashed as little-endian int32, log-probabilities as their float64 bits, so one flipped bit anywhere
-# breaks every later link.
+# The certificate's hash chain: one SHA-256 per node over its parent's and everything that a trainer computes with. Ids
+# are little-endian int32, log-probabilities float64: one flipped bit anywhere breaks every later link.
 _START = b"tokentrue certificate 1"
 
 

@@ -1,4 +1,4 @@
-"""The viewer: a web page over a samples file, a store or a gateway, also exported as one self-contained file."""
+"""The viewer: a web page over a samples file, a store or a gateway, or as one file."""
 
 from tokentrue.viewer.data import GatewayData, ViewerData
 from tokentrue.viewer.page import Chart, Report, ReportTable, create_app, write_export, write_report

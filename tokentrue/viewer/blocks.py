@@ -31,7 +31,7 @@ def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[Jso
     if pending is not None:
         names = {"turn": branch.sample.spans[-1].turn, "role": "structure", "kind": "given"}
         blocks.append({"start": pending, "end": len(branch.sample.token_ids), **names, "body": pending})
-    # Messages belong to blocks by their order in the turn; omitted if their numbers differ.
+    # By their order in the turn; omitted if the numbers differ.
     for number, turn in enumerate(turns or ()):
         given = [block for block in blocks if block["turn"] == number and block["kind"] == "given"]
         if len(given) == len(turn.given):
@@ -46,11 +46,8 @@ def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[Jso
 def readable_message(message: Message) -> JsonObject:
     content: JsonValue = message.get("content") or ""
     if not isinstance(content, str):
-        parts: list[JsonValue] = list(content)
-        content = "\n".join(
-            str(part.get("text", f"[{part.get('type', 'part')}]")) if hasattr(part, "get") else str(part)
-            for part in parts
-        )
+        parts = (part if is_object(part) else {"text": part} for part in content)
+        content = "\n".join(str(part.get("text", f"[{part.get('type', 'part')}]")) for part in parts)
     shown: JsonObject = {"role": message.get("role", ""), "content": content}
     if reasoning := message.get("reasoning_content"):
         shown["reasoning"] = str(reasoning)

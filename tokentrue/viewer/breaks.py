@@ -1,8 +1,6 @@
 """Compares a branch's recorded ids with those of the same conversation rendered again, which a message-based pipeline
-would train on.
-
-Both sequences are split at the tokens that open a message, aligned by message and then by token. Every difference is
-named, and counted by the sampled tokens that it touches."""
+would train on. Both are split at the tokens that open a message, aligned by message and then by token. Every difference
+is named, and counted by the sampled tokens that it touches."""
 
 from __future__ import annotations
 
@@ -25,9 +23,8 @@ NO_PROMPT = (
 
 
 def breaks_to_json(branch: Branch, renderer: ViewRenderer) -> JsonObject:
-    """`mode` is "render" from messages, or "retokenise" from text alone, with the reason in `why`. `dropped`: rendered
-    without reasoning, as the client replayed it. A break has its name, both ranges, its turn and whether it touches
-    sampled tokens."""
+    """`mode`: "render" from messages, or "retokenise" from text alone (`why`). `dropped`: rendered without reasoning,
+    as the client replayed it. A break has its name, both ranges, its turn and whether it touches sampled tokens."""
     ids = branch.sample.token_ids
     turns = branch.turns if branch.turns is not None else messages_from_tokens(branch, renderer)
     dropped, why = "reasoning_dropped" in branch.projection, NO_PROMPT

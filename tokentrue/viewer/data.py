@@ -1,5 +1,4 @@
-"""The data API: one JSON shape per view, the same for every source, for the live page and for the one-file export.
-`VIEWS` names the views and their arguments."""
+"""The data API: one JSON shape per view, the same for every source, for the live page and for the export."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ VIEWS: Mapping[str, tuple[str, ...]] = {  # the arguments of each
 }
 STRIP = 1000  # points of a rollout's strip in the group view
 SEARCH_S, MATCHES, AROUND = 1.5, 50, 60  # of one search request; messages, and characters beside the text
-TIMEOUT_S = 60.0  # of one call to a gateway
+TIMEOUT_S = 60.0
 FRESH_S = 2.0  # seconds for which a live source's advantages are cached
 TEXT = 2000  # characters of a message in the group view
 NO_MODEL = "this needs the model's tokenizer and chat template: start the viewer with --model DIR"
@@ -90,7 +89,7 @@ class ViewerData:
         }
 
     def search(self, text: str, *, offset: int = 0) -> JsonObject:
-        """Sessions from `offset` on, as far as one request may take; `next` is where the following one starts."""
+        """From `offset` on, as far as one request may take; `next` is where the following one starts."""
         wanted, deadline = text.casefold(), time.monotonic() + SEARCH_S
         rows, total = self.source.list_sessions(offset=offset, limit=PAGE)
         found: list[JsonObject] = []
@@ -169,11 +168,8 @@ class ViewerData:
     def mismatch(self) -> JsonObject:
         if not self._trainer:
             raise ConfigError(NO_TRAINER)
-        summaries, total = self.source.list_sessions(offset=0, limit=PAGE)
-        while len(summaries) < total:
-            more, _ = self.source.list_sessions(offset=len(summaries), limit=PAGE)
-            if not more:
-                break
+        summaries: list[SessionSummary] = []
+        while more := self.source.list_sessions(offset=len(summaries), limit=PAGE)[0]:
             summaries += more
         rows: list[Any] = []
         for summary in summaries:
@@ -190,10 +186,9 @@ class ViewerData:
     def _match(self, branch: Branch, wanted: str) -> JsonObject | None:
         for block in self._blocks(branch):
             message = cast("JsonObject", block.get("message") or {})
-            calls = " ".join(
-                f"{call['name']}({call['arguments']})" for call in cast("list[JsonObject]", message.get("calls") or ())
-            )
-            text = " ".join(filter(None, (message.get("reasoning"), message.get("content"), calls)))
+            calls: list[JsonObject] = message.get("calls") or []
+            texts = [message.get("reasoning"), message.get("content")]
+            text = " ".join(filter(None, [*texts, *(f"{call['name']}({call['arguments']})" for call in calls)]))
             at = text.casefold().find(wanted)
             if at >= 0:
                 shown = " ".join(text[max(0, at - AROUND) : at + len(wanted) + AROUND].split())
@@ -231,7 +226,7 @@ class ViewerData:
         return cut_blocks(branch, turns)
 
     def _inserted(self, branch: Branch) -> list[tuple[int, int]]:
-        """The template's tokens: as the store recorded them, else generation prompts and special tokens."""
+        """As the store recorded them, else generation prompts and special tokens."""
         if branch.inserted is not None:
             return list(branch.inserted)
         ids = branch.sample.token_ids

@@ -1,5 +1,4 @@
-"""The viewer's page: as a read-only Starlette application, mountable at any path; as one self-contained HTML file; and
-with the report of a command: facts, charts and tables."""
+"""The viewer's page: as a read-only Starlette application; as one HTML file; and with the report of a command."""
 
 from __future__ import annotations
 
@@ -48,12 +47,7 @@ HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"cache-control", b"no-cache"),
 ]
-STATUS: Mapping[type[TokenTrueError], int] = {
-    SessionNotFound: 404,
-    InputError: 422,
-    AuditError: 422,
-    TokenTrueError: 500,
-}
+STATUS: Mapping[type[Exception], int] = {SessionNotFound: 404, InputError: 422, AuditError: 422, TokenTrueError: 500}
 
 
 def create_app(data: ViewerData | GatewayData) -> ASGIApp:
@@ -84,7 +78,7 @@ def create_app(data: ViewerData | GatewayData) -> ASGIApp:
 
 
 def encode_json(value: JsonValue) -> bytes:
-    """JSON as `JSON.stringify` writes it: the page looks up an export's responses by that text."""
+    """As `JSON.stringify` writes it: the page looks up an export's responses by that text."""
     try:
         return orjson.dumps(value)
     except TypeError:  # orjson refuses lone surrogates and integers beyond 64 bits; a sample may hold both
@@ -162,7 +156,7 @@ def page_with(answers: JsonObject) -> str:
 
 @record
 class Chart:
-    """`series` maps a name to its values over `x`; None is a gap. `labels` name bars instead of numbers."""
+    """`series`: by name, values over `x`; None is a gap. `labels` name bars instead of numbers."""
 
     title: str
     x_label: str
@@ -183,7 +177,7 @@ class ReportTable:
 
 @record
 class Report:
-    """`facts` are label and value; `verdict` is one sentence, `ok` whether it is good."""
+    """`facts` are label and value; `verdict` is one sentence."""
 
     title: str
     verdict: str = ""

@@ -1,5 +1,5 @@
-"""Data of the mismatch plots, without torch: δ = trainer - rollout log-probability, the ratio r = exp(δ), and C(r) =
--(r - 1)·A. Formulas and advantages equal those of `tokentrue.mismatch`; tests compare them."""
+"""Data of the mismatch plots, without torch: δ = trainer - rollout log-probability, r = exp(δ), and C(r) = -(r - 1)·A.
+Formulas and advantages equal those of `tokentrue.mismatch`; tests compare them."""
 
 from __future__ import annotations
 
@@ -115,10 +115,8 @@ def compute_advantages(samples: Sequence[Sample]) -> dict[str, float]:
     """By sample id; groups must be whole. An `advantage` in a sample's metadata takes precedence."""
     scored = [(sample, sample.reward) for sample in samples if sample.reward is not None]
     sessions = group_sessions((group_of(sample), sample.session_id, reward) for sample, reward in scored)
-    found = {
-        sample.sample_id: value
-        for (sample, _), value in zip(scored, sessions.advantages(group_advantages), strict=True)
-    }
+    values = sessions.advantages(group_advantages)
+    found = {sample.sample_id: value for (sample, _), value in zip(scored, values, strict=True)}
     for sample in samples:
         given = sample.metadata.get("advantage")
         if isinstance(given, int | float) and abs(given) <= sys.float_info.max:  # an integer may have any size

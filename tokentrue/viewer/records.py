@@ -1,4 +1,4 @@
-"""The viewer's data types: sessions, nodes and branches in one shape for a samples file, a store and a gateway."""
+"""The viewer's data types, for a samples file, a store and a gateway."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TurnMessages:
 @record
 class Branch:
     """One path of a session's tree. `turns`, `tools` and `template_kwargs` are set if the source has messages;
-    `inserted` are token ranges that the template put between them, None if unknown."""
+    `inserted`: token ranges that the template put between them, None if unknown."""
 
     sample: Sample
     leaf: str
@@ -36,14 +36,13 @@ class Branch:
     template_kwargs: TemplateKwargs = field(default_factory=JsonObject)
     inserted: tuple[tuple[int, int], ...] | None = None
     entropy: Sequence[float | None] | None = None
-    projection: str = ""  # how the client's last request replayed the history: "exact", "reasoning_dropped", …
+    projection: str = ""  # how the last request replayed the history
     abandoned: str | None = None  # why no token of this branch's leaf is trained
 
 
 @record
 class SessionSummary:
-    """`untrained` maps a reason to its number of sampled tokens; `task` is how the first user message begins; `fork` is
-    the reason of the first fork."""
+    """`untrained`: sampled tokens by reason; `task`: how the first user message begins; `fork`: why the first one."""
 
     session_id: str
     group: str | None
@@ -72,7 +71,7 @@ class SessionView:
 
 
 class RecordSource:
-    """Where the viewer reads sessions. `live`: its content may grow while it is viewed."""
+    """`live`: its content may grow while it is viewed."""
 
     kind: SourceKind
     name: str
@@ -107,7 +106,7 @@ class ViewRenderer(Renderer, Protocol):
 def summarise(
     head: SessionSummary, nodes: Sequence[JsonMapping], coverage: Coverage, rewards: Sequence[float | None]
 ) -> SessionSummary:
-    """`rewards` has one per sample; the session's reward is their mean, or that of `head`."""
+    """`rewards` has one per sample; the session's is their mean, or that of `head`."""
     versions = [version for node in nodes for version in node["policy_versions"]]
     known = [reward for reward in rewards if reward is not None]
     return replace(

@@ -1,5 +1,4 @@
-"""The viewer's sources: a samples file or list, which has neither messages nor abandoned branches; a durable store,
-which has both."""
+"""The viewer's sources: a samples file or list, without messages and abandoned branches; a durable store, with both."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ class SampleList(SessionList):
 
 
 class FileSource(SampleList):
-    """A samples file in any format, its last sessions first. It is read once: the store shows how a run grows."""
+    """A samples file, its last sessions first. It is read once: the store shows how a run grows."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(read_samples(path), name=Path(path).name)
@@ -109,18 +108,9 @@ def nodes_from_samples(samples: Sequence[Sample]) -> list[JsonObject]:
     for sample in samples:
         parent: str | None = None
         for row in _node_rows(sample):
-            found.setdefault(
-                row.node,
-                {
-                    "id": row.node,
-                    "why": row.why,
-                    "projection": row.projection,
-                    "given_tokens": row.given,
-                    "sampled_tokens": row.sampled,
-                    "policy_versions": [version for *_, version in row.versions],
-                    "parent": parent,
-                },
-            )
+            node: JsonObject = {"id": row.node, "why": row.why, "projection": row.projection, "parent": parent}
+            node |= {"given_tokens": row.given, "sampled_tokens": row.sampled}
+            found.setdefault(row.node, {**node, "policy_versions": [version for *_, version in row.versions]})
             parent = row.node
         if parent is not None:
             found[parent]["finish"] = sample.finish_reason
@@ -145,8 +135,7 @@ def _node_rows(sample: Sample) -> list[TurnRow]:
 
 
 class SummaryCache:
-    """A summary is kept until its session changes, and refreshed within a time budget per request: a store with
-    thousands of sessions catches up over the next requests."""
+    """A summary is kept until its session changes, and refreshed within a time budget per request."""
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s
@@ -170,7 +159,7 @@ class SummaryCache:
 
 
 class StoreSource(RecordSource):
-    """`kind` is "gateway" if the journal belongs to a running gateway, which closes it."""
+    """`kind`: "gateway" if the journal belongs to a running gateway, which closes it."""
 
     def __init__(self, journal: Journal, *, name: str, kind: SourceKind = "store") -> None:
         self.name, self.kind, self._journal = name, kind, journal
@@ -206,13 +195,8 @@ class StoreSource(RecordSource):
 
 
 def summary_head(record: SessionRecord) -> SessionSummary:
-    return SessionSummary(
-        session_id=record.id,
-        group=record.group,
-        state=record.state,
-        created=record.created,
-        reward=record.rewards.session,
-    )
+    reward, same = record.rewards.session, {name: getattr(record, name) for name in ("group", "state", "created")}
+    return SessionSummary(session_id=record.id, reward=reward, **same)
 
 
 def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:
@@ -265,7 +249,7 @@ def branch_from_tree(tree: Tree, sample: Sample, abandoned: str | None) -> Branc
         start = node.prompt_length - len(node.given_ids)
         inserted += [(start + span.start, start + span.end) for span in node.given_spans if span.message is None]
         entropy += [None] * len(node.given_ids)
-        # in nats, over the alternatives that the engine reported: a lower bound of the full entropy
+        # in nats, over the reported alternatives: a lower bound
         entropy += [
             -sum(math.exp(value) * value for value in top.values()) if len(top) > 1 else None
             for top in node.top_logprobs or [dict[int, float]()] * len(node.sampled_ids)

@@ -1,5 +1,4 @@
-"""Command-line agents as an environment: one process per rollout, connected to its session, and a command that
-scores its work."""
+"""Command-line agents as an environment."""
 
 from tokentrue.environments.agents.environment import CommandLineAgent
 

@@ -1,8 +1,7 @@
-"""One rollout runs one agent process and then one score command, in separate sandboxes. Read `run` first.
-
-An agent is rewarded, so it is treated as an adversary: it never writes where this process, or the score command, reads.
-The score command starts when every process of the agent is dead, with a separate home and environment, in a copy of the
-agent's work that it makes from a read-only view."""
+"""One rollout runs one agent process and then one score command, in separate sandboxes. Read `run` first. An agent is
+rewarded, so it is treated as an adversary: it never writes where this process, or the score command, reads. The score
+command starts when every process of the agent is dead, with a separate home and environment, in a copy of the agent's
+work that it makes from a read-only view."""
 
 from __future__ import annotations
 
@@ -101,11 +100,9 @@ class CommandLineAgent:
         self.preset, self.sandbox = load_preset(asked.agent), asked.sandbox
         self.all_tasks = read_tasks(Path(asked.tasks))
         check_sandbox(asked.sandbox)
-        found = shutil.which(asked.program or self.preset.program)
-        if found is None:
-            raise ConfigError(
-                f"agent: {asked.program or self.preset.program!r} is not installed; {self.preset.install}"
-            )
+        program = asked.program or self.preset.program
+        if (found := shutil.which(program)) is None:
+            raise ConfigError(f"agent: {program!r} is not installed; {self.preset.install}")
         self._program = str(Path(found).absolute())
         self._directory = Path(asked.directory or tempfile.gettempdir()).resolve()
         for task in self.all_tasks:
@@ -116,9 +113,7 @@ class CommandLineAgent:
 
     def notes(self) -> list[str]:
         if self.sandbox == "none" and any(task.tests for task in self.all_tasks):
-            raise ConfigError(
-                "tasks: Harbor tasks use /app, /tests and /logs, which a plain process cannot have; use sandbox='bwrap'"
-            )
+            raise ConfigError("tasks: Harbor tasks use /app, /tests and /logs; use sandbox='bwrap'")
         notes = [f"{self.preset.name}: each rollout runs {'in bubblewrap' if self.sandbox == 'bwrap' else UNCONFINED}"]
         if images := sum(task.has_dockerfile for task in self.all_tasks):
             notes.append(f"{images} of {len(self.all_tasks)} tasks have a Dockerfile, whose steps are not run")

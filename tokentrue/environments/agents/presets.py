@@ -1,4 +1,4 @@
-"""Presets of command-line agents: how each is started against a session. docs/harnesses says what each rewrites."""
+"""How each command-line agent is started against a session. docs/harnesses says what each rewrites."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ env_key = "GATEWAY_KEY"
 
 @record
 class AgentPreset:
-    """`home_files` maps paths in the agent's home to texts or JSON. `broken_off` ends the last line of an agent that
-    gave up with exit code 0: the rollout fails."""
+    """`home_files`: by path, texts or JSON. `broken_off` ends the last line of an agent that gave up with exit code 0."""
 
     name: str
     program: str
@@ -143,8 +142,7 @@ PRESETS: Mapping[str, AgentPreset] = {
 
 
 def load_preset(agent: str) -> AgentPreset:
-    """A preset by name, or one made from a command: the task is a single argument, and the addresses are in the
-    variables that SDKs read."""
+    """A preset by name, or one made from a command: the addresses are in the variables that SDKs read."""
     if agent in PRESETS:
         return PRESETS[agent]
     if TASK not in agent:

@@ -1,4 +1,4 @@
-"""Runs one command line until it ends or reaches a limit, and reads a reward from a score command's result."""
+"""Runs one command line until it ends or reaches a limit, and reads a reward from a score command."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ async def end_namespace(first: int) -> None:
 
 
 def reward_from_command(result: CommandResult, command: str) -> float:
-    """Exit code 0: the number on the last line, or 1 if there is none. Other exit codes: 0. Raises if the command
-    could not run, was killed, or printed nan or inf."""
+    """Exit code 0: the number on the last line, or 1 if there is none. Others: 0. Raises if the command could not run,
+    was killed, or printed nan or inf."""
     if result.code is None:
         raise AgentError(f"score: {command!r} took longer than its time limit")
     if result.code in CANNOT_RUN or result.code > 128:
@@ -154,15 +154,11 @@ def reward_from_harbor(folder: Path, result: CommandResult, command: str) -> flo
     if result.code is None:
         raise AgentError(f"score: {command!r} took longer than its time limit")
     for name, parse in (("reward.txt", float), ("reward.json", parse_reward_json)):
-        with suppress(
-            ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError, OverflowError
-        ):
+        with suppress(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
             if math.isfinite(number := parse(read_reward_file(folder, name))):
                 return number
     said = result.tail.strip()[-200:]
-    raise AgentError(
-        f"score: tests/test.sh wrote no number to /logs/verifier/reward.txt (exit code {result.code}): {said}"
-    )
+    raise AgentError(f"score: tests/test.sh wrote no number to /logs/verifier (exit code {result.code}): {said}")
 
 
 def read_reward_file(folder: Path, name: str) -> str:

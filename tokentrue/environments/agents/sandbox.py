@@ -1,9 +1,7 @@
-"""The command line that confines an agent: bubblewrap's and prlimit's, on which confinement relies entirely.
-
-Inside, `/rollout/work` is the working directory, `/rollout/home` the home and `/tmp` is private; nothing else is
-writable. From the host an agent sees system programs and configuration (`SYSTEM`), this Python, the programs on the
-PATH and what the user names, all read-only; no process, no socket, and of the network only the bridge: a loopback port
-that leads to the gateway."""
+"""The command line that confines an agent: bubblewrap's and prlimit's, on which confinement relies entirely. Inside,
+`/rollout/work` is the working directory, `/rollout/home` the home and `/tmp` is private; nothing else is writable. From
+the host an agent sees `SYSTEM`, this Python, the programs on the PATH and what the user names, all read-only; no
+process, no socket, and of the network only the bridge: a loopback port that leads to the gateway."""
 
 from __future__ import annotations
 
@@ -48,9 +46,8 @@ PORT = 47321  # of the bridge, on the agent's loopback
 BRIDGE = Path("/run/gateway")  # where the folder of its Unix socket is mounted
 SOCKET = "socket"
 CONNECTIONS = 128  # concurrent connections of one agent; each takes two file descriptors of this process
-# Runs in the sandbox before the agent: listens on the sandbox's own loopback interface, passes the listening socket to
-# this process through a Unix socket and execs the agent. Connections are thus accepted here, outside: no helper runs
-# inside that the agent could stop or replace.
+# Runs in the sandbox: listens on its loopback interface, passes the listening socket to this process and execs the
+# agent. Connections are thus accepted outside: no helper runs inside that the agent could stop or replace.
 ENTER = f"""
 import os, socket, sys
 server = socket.create_server(("127.0.0.1", {PORT}))
@@ -132,8 +129,8 @@ def bwrap_command(
             line += ["--dir", str(parent)]
         line += ["--bind" if is_writable else "--ro-bind", str(path), str(inside)]
     line += ["--remount-ro", "/", "--chdir", str(cwd), "--", *(DROP_ROOT if is_root else ())]
-    # Set inside the sandbox: the kernel then counts its processes, not the user's. RLIMIT_DATA, not RLIMIT_AS, because
-    # JavaScript engines reserve far more addresses than they use.
+    # Inside the sandbox the kernel counts its processes, not the user's. Not RLIMIT_AS: JavaScript engines reserve far
+    # more addresses than they use.
     memory, file = limits.memory_mib * MIB, limits.file_mib * MIB
     line += ["prlimit", f"--data={memory}", f"--nproc={limits.processes}", f"--fsize={file}", "--core=0", "--"]
     return [*line, *command]
@@ -159,10 +156,8 @@ def folders_named_in(command: str) -> list[str]:
         return []
     files = [Path(word) for word in words if word.startswith("/") and Path(word).is_file()]
     folders = [path.parent.resolve() for path in files]  # a home directory may be named through a link
-    return [
-        str(folder / path.name if is_whole_home(folder) else folder)
-        for path, folder in zip(files, folders, strict=True)
-    ]
+    shown = zip(files, folders, strict=True)
+    return [str(folder / path.name if is_whole_home(folder) else folder) for path, folder in shown]
 
 
 def is_whole_home(folder: Path) -> bool:
@@ -171,8 +166,7 @@ def is_whole_home(folder: Path) -> bool:
 
 
 def parts_beside(folder: Path) -> list[Path]:
-    """A directory of programs and, if it is the `bin` of a prefix, the libraries beside it; for npm its
-    node_modules."""
+    """Also the libraries beside the `bin` of a prefix; for npm its node_modules."""
     tops = [parent for parent in (folder, *folder.parents) if parent.name == "node_modules"]
     if tops:
         return [tops[-1]]
@@ -183,7 +177,7 @@ def parts_beside(folder: Path) -> list[Path]:
 
 @asynccontextmanager
 async def open_bridge(folder: Path, url: str) -> AsyncGenerator[None]:
-    """Connects the sandbox in which `folder` is mounted at `BRIDGE` with the gateway at `url`."""
+    """`folder` is mounted at `BRIDGE` in the sandbox."""
     target = urlsplit(url)
     is_tls = target.scheme == "https"
     slots = asyncio.Semaphore(CONNECTIONS)
@@ -207,7 +201,7 @@ async def open_bridge(folder: Path, url: str) -> AsyncGenerator[None]:
             writer.close()
 
         async def adopt() -> None:
-            """The first caller is `ENTER`: the agent is not started before it has its answer."""
+            """The first caller is `ENTER`: the agent does not start before it has its answer."""
             loop = asyncio.get_running_loop()
             caller, _ = await loop.sock_accept(listener)
             with caller:

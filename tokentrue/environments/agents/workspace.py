@@ -7,8 +7,7 @@
         lock                             held by this process: a later run removes what a killed one left
 
 Nothing is opened by name below `agent` and `score` once a command has run there, except by
-`process.read_reward_file`.
-"""
+`process.read_reward_file`."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ PREFIX = "tokentrue-rollout-"
 
 @record
 class Workspace:
-    """`agent` and `score` are each writable by one command. `objects` is the object store that a checkout borrows
-    from, read-only."""
+    """`objects` is the object store that a checkout borrows from, read-only."""
 
     directory: Path
     objects: Path | None = None
@@ -108,14 +106,14 @@ def give_to(folder: Path, owner: int) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    # With the system's programs, which follow no links: an agent may have nested folders deeper than Python recurses,
-    # and may have removed its own permissions.
+    # The system's programs follow no links: an agent may have nested folders deeper than Python recurses, and removed
+    # its own permissions.
     for command in (["chmod", "-R", "u+rwX", "--"], ["rm", "-rf", "--"]):
         subprocess.run([*command, str(directory)], capture_output=True, stdin=subprocess.DEVNULL)
 
 
 def find_abandoned(under: Path) -> list[Path]:
-    """The directories of killed processes: the kernel has released their locks."""
+    """The kernel has released the locks of killed processes."""
     found: list[Path] = []
     for directory in under.glob(f"{PREFIX}*"):
         if not directory.is_symlink() and directory.lstat().st_uid == os.geteuid():

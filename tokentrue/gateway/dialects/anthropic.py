@@ -58,7 +58,6 @@ TEXT_BLOCKS = ("text",)
 BILLING = "x-anthropic-billing-header:"
 
 
-# Replies.
 def message_base(head: RequestHead, node: str) -> JsonObject:
     return {"id": f"msg_{node}", "type": "message", "role": "assistant", "model": head.model}
 
@@ -71,15 +70,11 @@ def message_end(head: RequestHead, reply: Reply) -> JsonObject:
         reason = "tool_use"
     else:
         reason = "stop_sequence" if isinstance(by, str) else "end_turn"
+    usage = {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.completion.token_ids)}
     return {
         "stop_reason": reason,
         "stop_sequence": by if isinstance(by, str) and by in head.sampling.stop else None,
-        "usage": {
-            "input_tokens": reply.prompt_tokens,
-            "output_tokens": len(reply.completion.token_ids),
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-        },
+        "usage": {**usage, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0},
     }
 
 
@@ -149,7 +144,6 @@ class AnthropicEncoder(Encoder):
         return sse(self.dialect.build_error(problem), "error")
 
 
-# Requests.
 class SchemaFormat(msgspec.Struct):
     schema: JsonObject
 

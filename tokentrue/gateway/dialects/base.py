@@ -58,10 +58,9 @@ class HttpError(TokenTrueError):
 
 @record
 class RequestHead:
-    """A request's body without its conversation (not the HTTP head). `options`: what the reply's shape depends on.
-    `continues`: the node whose recorded conversation precedes the items of the body (`previous_response_id`), without
-    its `instructions` if `was_instructed`; `last_node`: the last recorded turn that the request names, which becomes
-    `TurnRequest.continues`."""
+    """A request's body without its conversation. `options`: what the reply's shape depends on. `continues`: the node
+    whose recorded conversation precedes the items of the body (`previous_response_id`), without its `instructions` if
+    `was_instructed`; `last_node`: the last recorded turn that the request names."""
 
     model: str
     stream: bool = False
@@ -117,8 +116,8 @@ class Encoder:
 
 
 class Dialect:
-    """A wire format. `splits_turns`: one assistant message is several consecutive items; `refuses_prefill`: the
-    protocol continues a last assistant message, which would put words into the sampled turn."""
+    """`splits_turns`: one assistant message is several consecutive items; `refuses_prefill`: the protocol continues a
+    last assistant message, which would put words into the sampled turn."""
 
     name: ClassVar[str]
     items_key: ClassVar[str] = "messages"
@@ -137,15 +136,14 @@ class Dialect:
         raise NotImplementedError
 
     def parse_item(self, item: JsonValue, path: str) -> tuple[Message, ...]:
-        """To messages in the OpenAI shape; `path` names the item in errors."""
+        """To messages in the OpenAI shape."""
         raise NotImplementedError
 
     def is_settled(self, item: JsonValue) -> bool:
-        """False for an item of a turn that is not committed yet: its parse may still change."""
+        """False if its turn is not committed yet: its parse may still change."""
         return True
 
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
-        """True if `part`, after the assistant's `parts`, belongs to the same turn."""
         return True
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
@@ -163,8 +161,7 @@ class Dialect:
     def parse_conversation(
         self, decoded: DecodedBody, earlier: Conversations, *, history: Messages = ()
     ) -> ParsedConversation:
-        """`history` precedes the items. An assistant turn of several items is shared with an earlier request only if
-        all are equal."""
+        """`history` precedes the items. An assistant turn of several items is shared only if all are equal."""
         if not decoded.items:
             raise MessageError("must be a list with at least one item", field=self.items_key)
         all_sources = [*map(own_source, history), *map(shorten_source, decoded.items)]
@@ -298,10 +295,7 @@ class FunctionTool(msgspec.Struct):
 
 
 def function_tool(name: str, description: str | None, parameters: JsonObject) -> JsonObject:
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description or "", "parameters": parameters},
-    }
+    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
 
 
 def named_function(name: JsonValue) -> JsonObject:
@@ -385,7 +379,6 @@ def join_parts(
     return join_content(out, glue=glue)
 
 
-# Our own JSON, written.
 def encode(value: JsonValue) -> bytes:
     try:
         return orjson.dumps(value)
@@ -399,7 +392,7 @@ def sse(data: JsonObject, event: str = "") -> bytes:
 
 
 def arguments_object(text: str) -> JsonObject:
-    """A value that is no object, looks like this wrapping, or is nested too deeply to come back is wrapped whole."""
+    """What is no object, looks like this wrapping, or is nested too deeply to come back is wrapped."""
     try:
         most = MAX_DEPTH - LEVELS_AROUND_ARGUMENTS
         value: JsonValue = parse_json(text.encode(), "arguments", most_levels=most) if text.strip() else {}

@@ -1,6 +1,6 @@
 """Google GenerateContent. Without ids, the k-th call of a function in one turn is `name#k`. Reasoning is sent as
-`thought` parts if requested, and sealed in the `thoughtSignature` of the part after it: clients drop thoughts and
-keep signatures."""
+`thought` parts if requested, and sealed in the `thoughtSignature` of the part after it: clients drop thoughts and keep
+signatures."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ from tokentrue.sessions.requests import constraints_from
 from tokentrue.sessions.stages.generation import count_sampled, deltas_from_message
 from tokentrue.types import Delta, Message, Reply, Sampling
 
-SEALED = "sealed_reasoning"  # key in a part of a turn, before `join_turn`: the reasoning in its signatures
-PLAIN_RESULTS = ("output", "result", "error")  # the SDKs wrap a result that is not an object under one of these
+SEALED = "sealed_reasoning"  # in a part of a turn: the reasoning in its signatures
+PLAIN_RESULTS = ("output", "result", "error")  # SDKs wrap what is not an object in one
 SCHEMAS = ("parameters", "responseSchema", "parametersJsonSchema", "responseJsonSchema")
 OPAQUE = ("args", "response", "labels", "partMetadata", *SCHEMAS)  # fields whose keys are not the protocol's
+KINDS = ("text", "inline_data", "function_call", "function_response")  # of a part
 EMPTY_SCHEMA: JsonObject = {"type": "object", "properties": {}}
 CHOICES = {"AUTO": "auto", "MODE_UNSPECIFIED": "auto", "NONE": "none", "ANY": "required"}
 STATUSES = {
@@ -65,7 +66,6 @@ STATUSES = {
 _SNAKE = re.compile(r"_([a-z])")
 
 
-# Replies.
 class GoogleOptions(msgspec.Struct, frozen=True):
     logprobs: bool
     thoughts: bool  # shown, and not only sealed
@@ -102,7 +102,7 @@ def build_usage(replies: Sequence[Reply]) -> JsonObject:
 
 
 class Candidate:
-    """Deltas of one reply to parts. Calls are sent when complete: the protocol has no partial arguments."""
+    """Calls are sent when complete: the protocol has no partial arguments."""
 
     def __init__(self, dialect: Dialect, head: RequestHead) -> None:
         self._signer, self._shows_thoughts = dialect.signer, head.options.thoughts
@@ -175,7 +175,6 @@ class GoogleEncoder(Encoder):
         return encode(self.dialect.build_error(problem)) + b"\n\n"
 
 
-# Requests.
 class GoogleStruct(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     pass
 
@@ -318,9 +317,8 @@ class Google(Dialect):
         if content.role == "model":
             return (self._model_message(content.parts, path),)
         if content.role in ("user", "function"):
-            return user_and_tool_messages(
-                user_part(part, f"{path}.parts[{index}]") for index, part in enumerate(content.parts)
-            )
+            parts = enumerate(content.parts)
+            return user_and_tool_messages(user_part(part, f"{path}.parts[{index}]") for index, part in parts)
         message = f"role {echo(content.role)} is not supported; use 'user' or 'model'"
         raise MessageError(message, field=f"{path}.role")
 
@@ -378,7 +376,6 @@ class Google(Dialect):
         return {"error": {"code": problem.status, "message": str(problem), "status": status, "details": [info]}}
 
 
-# The body.
 def camel_case(name: str) -> str:
     return _SNAKE.sub(lambda match: match[1].upper(), name)
 
@@ -457,21 +454,15 @@ def format_from_config(config: GenerationConfig) -> JsonObject | None:
     return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
 
 
-# Contents.
 def check_parts(parts: Sequence[Part], path: str) -> None:
     for index, part in enumerate(parts):
-        kinds = {
-            "text": part.text,
-            "inlineData": part.inline_data,
-            "functionCall": part.function_call,
-            "functionResponse": part.function_response,
-        }
-        held = [name for name, value in kinds.items() if value is not None]
+        held = [camel_case(name) for name in KINDS if getattr(part, name) is not None]
         if len(held) > 1:
             message = f"holds {' and '.join(held)}; a part has one of them"
             raise MessageError(message, field=f"{path}.parts[{index}]")
         if not held and not part.thought_signature:
-            raise MessageError(f"must have one of {', '.join(kinds)}", field=f"{path}.parts[{index}]")
+            known = ", ".join(map(camel_case, KINDS))
+            raise MessageError(f"must have one of {known}", field=f"{path}.parts[{index}]")
 
 
 def user_part(part: Part, where: str) -> str | Message:
@@ -535,9 +526,8 @@ def json_schema_from_openapi(value: JsonValue, where: str) -> JsonObject:
         elif name in ("anyOf", "prefixItems") and is_array(item):
             out[name] = [json_schema_from_openapi(one, at) for one in item]
         elif name in ("properties", "defs", "$defs"):
-            out[name] = {
-                key: json_schema_from_openapi(one, f"{at}.{key}") for key, one in require_object(item, at).items()
-            }
+            inner = require_object(item, at).items()
+            out[name] = {key: json_schema_from_openapi(one, f"{at}.{key}") for key, one in inner}
         elif name.startswith(("min", "max")) and isinstance(item, str) and item.isdigit():
             out[name] = int(item)
         elif name not in ("propertyOrdering", "nullable"):

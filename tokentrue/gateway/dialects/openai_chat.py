@@ -39,12 +39,11 @@ from tokentrue.sessions.stages.generation import chat_finish_reason, chat_usage
 from tokentrue.types import Message, Reply, TurnEvent
 
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-ROLES = ("system", "developer", "user", "assistant", "tool")  # tuples: what is compared with them may be unhashable
+ROLES = ("system", "developer", "user", "assistant", "tool")  # a tuple: what is compared may be unhashable
 TEXT_PARTS = ("text", "refusal")
 IMAGE_PARTS: Mapping[str, ReadImage] = {"image_url": lambda part, path: {**part, "field": path}}
 
 
-# Replies.
 class ChatOptions(msgspec.Struct, frozen=True):
     logprobs: bool
     include_usage: bool
@@ -86,12 +85,11 @@ def token_entry(token: int, logprob: float, text_of: TextOf) -> JsonObject:
 
 
 class ChatEncoder(Encoder):
-    """Log-probabilities are sent token by token; with alternatives in the last chunk of a choice, because engines
-    report those with the whole completion."""
+    """Log-probabilities are sent token by token; those with alternatives at the end, as engines report them."""
 
     def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
         super().__init__(dialect, head, text_of)
-        self._start = self._end = b""  # of every chunk, around its choice
+        self._start = self._end = b""
         self._has_content: dict[int, bool] = {}  # of every choice that has begun
         self._replies: list[Reply] = []
         self._logprobs_late = bool(head.options.logprobs and head.sampling.top_logprobs)
@@ -100,13 +98,9 @@ class ChatEncoder(Encoder):
         out, index, added, delta = b"", event.index, event.delta, JsonObject()
         if index not in self._has_content:
             if not self._has_content:
+                base = completion_base(self.head, event.node_id, "chat.completion.chunk")
                 usage = {"usage": None} if self.head.options.include_usage else {}
-                empty: JsonObject = {
-                    **completion_base(self.head, event.node_id, "chat.completion.chunk"),
-                    "choices": [],
-                    **usage,
-                }
-                before, _, after = sse(empty).rpartition(b'"choices":[]')
+                before, _, after = sse({**base, "choices": [], **usage}).rpartition(b'"choices":[]')
                 self._start, self._end = before + b'"choices":[', b"]" + after
             self._has_content[index] = False
             out = self._chunk(index, {"role": "assistant", "content": None})
@@ -136,9 +130,8 @@ class ChatEncoder(Encoder):
         is_empty = reply.message.get("content") == "" and not self._has_content[index]
         is_late = self._logprobs_late or (self.head.options.logprobs and reply.from_record)  # a record has no chunks
         logprobs = reply_logprobs(reply, self.text_of) if is_late else None
-        return self._chunk(
-            index, {"content": ""} if is_empty else {}, logprobs=logprobs, **choice_end(self.head, reply)
-        )
+        delta = {"content": ""} if is_empty else {}
+        return self._chunk(index, delta, logprobs=logprobs, **choice_end(self.head, reply))
 
     def _chunk(self, index: int, delta: JsonObject, *, logprobs: JsonObject | None = None, **end: JsonValue) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs, **end}
@@ -151,7 +144,6 @@ class ChatEncoder(Encoder):
         return out + b"data: [DONE]\n\n"
 
 
-# Requests.
 class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
@@ -254,9 +246,8 @@ class OpenAIChat(Dialect):
             known = ", ".join(sorted(ROLES))
             raise MessageError(f"role {echo(role)} is not supported; use one of {known}", field=f"{path}.role")
         glue = "" if role == "assistant" else "\n"
-        message["content"] = join_parts(
-            message.get("content"), TEXT_PARTS, f"{path}.content", glue=glue, images=IMAGE_PARTS
-        )
+        content = message.get("content")
+        message["content"] = join_parts(content, TEXT_PARTS, f"{path}.content", glue=glue, images=IMAGE_PARTS)
         if role == "developer":
             message["role"] = "system"
         if role == "assistant":

@@ -1,5 +1,5 @@
-"""OpenAI Responses. Consecutive items of a model are one assistant message, unless their ids show that two turns
-served them. The model sees a custom (free-form) tool as a function with one string, and tools of a namespace as
+"""OpenAI Responses. Consecutive items of a model are one assistant message, unless their ids show that two turns served
+them. The model sees a custom (free-form) tool as a function with one string, and tools of a namespace as
 `namespace__name`."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 REASONING_PARTS = ("reasoning_text", "summary_text", "text")
 INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 NO_CALL = Delta()
-TURN = "turn"  # on a part of an assistant message: the node of this session that served it
+TURN = "turn"  # in a part of a message: the node that served it
 _ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]+)(?:_\d+)?")
 _INPUT_OPENS = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _DECODABLE = re.compile(  # whole characters and escapes; both halves of a surrogate pair
@@ -66,7 +66,6 @@ _DECODABLE = re.compile(  # whole characters and escapes; both halves of a surro
 )
 
 
-# Replies.
 @dataclass(frozen=True, slots=True)
 class ServedTool:
     name: str
@@ -86,7 +85,7 @@ class CustomInput:
 
     def __init__(self) -> None:
         self._text = ""
-        self._place: int | None = None  # start of the undecoded rest of `_text`; None before the string begins
+        self._place: int | None = None  # of the undecoded rest; None before the string
 
     def feed(self, arguments: str) -> str:
         self._text += arguments
@@ -135,7 +134,7 @@ class OutputItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def build(self, signer: ReasoningSigner, status: str) -> JsonObject:
-        """`status`: "in_progress" for the item without its text. A call is incomplete if its arguments broke off."""
+        """`status`: "in_progress" for the item without its text."""
         is_new = status == "in_progress"
         if self.kind == "reasoning":
             item: JsonObject = {"type": "reasoning", "id": self.id, "summary": [], "status": status}
@@ -262,8 +261,7 @@ class ResponsesEncoder(Encoder):
         logprobs: list[JsonObject] = []
         if self.head.options.logprobs:
             logprobs = reply_logprobs(reply, self.text_of)["content"]
-        # Only the last item of a turn without calls has the turn's status. With calls the position says nothing: in a
-        # whole reply, text sampled after a call precedes it.
+        # Only the last item has the turn's status, and none beside calls: a whole reply has later text before them.
         has_calls = any(item.kind == "call" for item in items)
         output: list[JsonObject] = []
         for item in items:
@@ -294,7 +292,6 @@ class ResponsesEncoder(Encoder):
         return self._event("failed", response={**self.response, **failed})
 
 
-# Requests.
 class Reasoning(msgspec.Struct):
     effort: Hint = None
     summary: Hint = None
@@ -427,7 +424,6 @@ class OpenAIResponses(Dialect):
         return (message,)
 
     def _message(self, item: JsonObject, path: str) -> Message | None:
-        """None for reasoning without any text left."""
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "reasoning":
             text = self._reasoning(item, path)
@@ -457,8 +453,7 @@ class OpenAIResponses(Dialect):
         return join_text(item.get(key), REASONING_PARTS, f"{path}.{key}", glue="") or ""
 
     def _arguments(self, call: CallItem) -> str:
-        """Inverse of `custom_input`. Arguments that broke off or contain more are found in the record by the call's
-        id."""
+        """Inverse of `custom_input`. Arguments that broke off or contain more are in the record."""
         recorded = self._find_arguments(call.call_id)
         found = (arguments for arguments in recorded if custom_input(arguments) == call.input)
         return next(found, None) or orjson.dumps({"input": call.input}).decode()

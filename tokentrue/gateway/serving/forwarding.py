@@ -1,5 +1,5 @@
 """Forwards requests for a session that another process owns: a worker of this server, or another gateway on the same
-PostgreSQL record. Bodies are streamed: the owner checks the key before it reads one."""
+record. Bodies are streamed: the owner checks the key before it reads one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ UNIX = "unix:"
 
 def find_owner(session_id: str, workers: int) -> int:
     """Rendezvous hash: growing from N to N+1 workers moves one session in N+1."""
-    return max(
-        range(workers), key=lambda worker: hashlib.blake2b(f"{session_id}:{worker}".encode(), digest_size=8).digest()
-    )
+
+    def weigh(worker: int) -> bytes:
+        return hashlib.blake2b(f"{session_id}:{worker}".encode(), digest_size=8).digest()
+
+    return max(range(workers), key=weigh)
 
 
 def count_forwards(scope: Scope) -> int:
@@ -63,7 +65,7 @@ class Peers:
     async def forward(
         self, elsewhere: SessionElsewhere, scope: Scope, receive: Receive, send: Send, body: bytes | None = None
     ) -> None:
-        """Streams the owner's reply back; pass `body` if it has been read already."""
+        """`body`: if it has been read already."""
         if not elsewhere.url or count_forwards(scope) >= MOST_FORWARDS:
             raise elsewhere
         client, base = self._connect(elsewhere.url)
@@ -77,13 +79,9 @@ class Peers:
             with cancel_on_disconnect(receive_later):
                 await _relay(client, base, scope, _read_parts(receive, body_sent, body), send)
         except aiohttp.ClientConnectionError:
-            LOG.warning(
-                "owner_unreachable: %s owns the session of %s and does not answer", elsewhere.url, scope["path"]
-            )
-            message = (
-                "the process that owns this session does not answer; it is started again, or another one takes over "
-                "when its lease has expired: send this again"
-            )
+            LOG.warning("owner_unreachable: %s owns the session of %s", elsewhere.url, scope["path"])
+            cure = "it is started again, or another one takes over when its lease has expired: send this again"
+            message = f"the process that owns this session does not answer; {cure}"
             raise HttpError(503, "owner_unreachable", message, retry_after_s=1.0) from None
 
     async def ask_workers(

@@ -1,5 +1,4 @@
-"""`tokentrue serve`: a parent that holds the listening socket, starts the gateways and restarts killed ones. Sessions
-are restored from the journal, admin settings from `AdminState`."""
+"""`tokentrue serve`: a parent that holds the listening socket, starts the gateways and restarts killed ones."""
 
 from __future__ import annotations
 
@@ -36,10 +35,8 @@ Serve = Callable[[int, Callable[[], None]], None]
 
 
 class AdminState(ctypes.Structure):
-    """Pause and policy version, shared by the parent and its gateways.
-
-    A worker writes here, then asks the others to apply it. A starting worker reads this after it listens to the
-    others and before it serves, so it misses nothing."""
+    """Shared by the parent and its gateways. A worker writes here, then asks the others to apply it. A starting worker
+    reads this after it listens to the others and before it serves, so it misses nothing."""
 
     # No lock: a killed worker would never release it. Each value is one aligned word, written atomically.
     _fields_ = (("paused", ctypes.c_int64), ("version", ctypes.c_int64))
@@ -52,8 +49,8 @@ def share_admin_state() -> AdminState:
 
 
 class RenderDeadline:
-    """One rendering per thread. If it takes longer than `seconds`, SIGALRM kills the process: one call into C may
-    hold the interpreter, and then no thread and no signal handler runs."""
+    """One rendering per thread. Beyond `seconds` SIGALRM kills the process: one call into C may hold the interpreter,
+    and then no thread and no signal handler runs."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -81,15 +78,15 @@ class Child:
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe(duplex=False)
         self.number, self.is_up = number, False
-        # An only child dies with a killed parent: the port and the journal's lock are free at once. Workers finish
-        # what they are generating; the next server waits for them (`StoreLock`).
+        # An only child dies with a killed parent: the port and the journal are free at once. Workers finish what they
+        # are generating; the next server waits for them.
         ends_with = signal.SIGKILL if is_only else signal.SIGTERM
         self.process = context.Process(target=_run_child, args=(serve, number, theirs, os.getpid(), ends_with))
         self.process.start()
         theirs.close()
 
     def has_ended(self) -> bool:
-        """Receives its report; raises the exception that ended it."""
+        """Receives its report; raises what ended it."""
         try:
             message: Any = self.pipe.recv()
         except EOFError:
@@ -112,9 +109,8 @@ def find_session(head: bytes) -> str | None:
 
 
 class Dispatcher:
-    """Gives each new connection to the worker that owns its session. The parent looks at the first bytes, without taking
-    them, for a session: most clients use a connection for one. Where the look was wrong, the worker forwards the request.
-
+    """Gives each new connection to the worker that owns its session: most clients use a connection for one. The parent
+    looks for it in the first bytes, without taking them; where it was wrong, the worker forwards the request.
     `receivers[n]` is where worker `n` takes its sockets. The parent keeps both ends open: a restarted worker finds what
     was sent to the one before it."""
 
@@ -125,7 +121,7 @@ class Dispatcher:
         for each in (public, *self._senders, *self.receivers):
             each.setblocking(False)
         self._next = itertools.cycle(range(workers))
-        self._silent: dict[socket.socket, float] = {}  # connections without a byte -> until when they are waited for
+        self._silent: dict[socket.socket, float] = {}  # without a byte yet -> waited for until
 
     @property
     def waits_for(self) -> list[socket.socket]:

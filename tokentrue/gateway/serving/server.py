@@ -28,7 +28,7 @@ from tokentrue.gateway.config import GatewayLimits
 
 BACKLOG = 4096
 IDLE_CONNECTION_S = 120
-MOST_PIPELINED = 64  # requests waiting for an earlier reply; all of one read are parsed at once
+MOST_PIPELINED = 64  # requests; all of one read are parsed at once
 FRAMING_PER_BODY_BYTE = 8  # a chunk of one byte has at least five bytes of framing
 
 
@@ -44,9 +44,7 @@ def is_loopback(host: str) -> bool:
 def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
     """Beyond loopback the admin key must not be guessable."""
     if not is_loopback(host) and is_weak_key(admin_key):
-        raise ConfigError(
-            f"refusing to bind {host}: TOKENTRUE_ADMIN_KEY is too weak; use 16 random characters or more, or unset it"
-        )
+        raise ConfigError(f"refusing to bind {host}: TOKENTRUE_ADMIN_KEY is weak; use 16 random characters or unset it")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
@@ -93,9 +91,8 @@ class JsonLines(logging.Formatter):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol within `GatewayLimits`: by itself it does not limit a head or trailers, merges trailers
-    into the headers, and waits forever for a head, a body and a client that reads. What exceeds a limit gets 400 or a
-    closed connection."""
+    """uvicorn's HTTP/1.1 protocol within `GatewayLimits`: by itself it does not limit a head or trailers, merges
+    trailers into the headers, and waits forever for a head, a body and a client that reads."""
 
     limits: ClassVar[GatewayLimits]
     _timer: asyncio.TimerHandle | None = None  # timeout of the head or body being received
@@ -211,7 +208,7 @@ class Server(uvicorn.Server):
         self._connecting: set[asyncio.Task[object]] = set()
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
+    def capture_signals(self) -> Generator[None]:
         before = {number: signal.signal(number, self.handle_exit) for number in self._signals}
         try:
             yield
@@ -282,7 +279,7 @@ async def serve_embedded(
     drain_s: float,
     signals: Sequence[signal.Signals] = (),
     receiver: socket.socket | None = None,
-) -> AsyncGenerator[asyncio.Task[None], None]:
+) -> AsyncGenerator[asyncio.Task[None]]:
     server = Server(server_config(gateway, drain_s=drain_s), signals, receiver)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():

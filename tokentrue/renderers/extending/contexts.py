@@ -15,8 +15,7 @@ SentinelPlace: TypeAlias = Literal["content", "argument"]
 Join: TypeAlias = Literal["stop", "alias", "foreign", "open"]
 """How the recorded turn ended. "stop": at a token that the template writes there; "alias": at one that it writes only
 if nothing follows (harmony's <|return|>); "foreign": at a stop token that it does not write there; "open": at no stop
-token. The last two get the template's closing.
-"""
+token. The last two get the template's closing."""
 
 
 class ExtendError(Exception):
@@ -29,7 +28,7 @@ class ExtendError(Exception):
 
 @record
 class ExtendRequest:
-    """One `extend` call, normalised for the template and shielded with `mark`."""
+    """Normalised for the template and shielded with `mark`."""
 
     past: Sequence[JsonObject]  # the messages before `last`
     last: JsonObject  # the recorded assistant turn
@@ -46,9 +45,8 @@ class ExtendRequest:
 
 @record
 class ExtendPlan:
-    """Where to cut a render: after `gap`, which follows the sentinel. `closing` is inserted before the template's text
-    there. In `gap` and `template_texts`, `mark_ids` has replaced the turn's call ids.
-    """
+    """Where to cut a render: after `gap`, which follows the sentinel. `closing` is inserted there. In `gap` and
+    `template_texts`, `mark_ids` has replaced the turn's call ids."""
 
     place: SentinelPlace
     gap: str
@@ -59,7 +57,7 @@ class ExtendPlan:
 
 
 def mark_ids(text: str, last: JsonObject, *, back: bool = False) -> str:
-    """Replaces each call id of the turn `last` by a mark; `back=True` replaces the marks by the ids."""
+    """Replaces each call id of the turn by a mark; `back=True` replaces the marks by the ids."""
     for index, call in enumerate(last.get("tool_calls") or ()):
         call_id, mark = call["id"], f"\0{index}\0"
         if call_id:
@@ -68,9 +66,8 @@ def mark_ids(text: str, last: JsonObject, *, back: bool = False) -> str:
 
 
 class ContextBuilder:
-    """Placeholders: `sentinel` for what was sampled, `own` and `thought` for the texts of a turn. Random per process, so
-    no input can contain them deliberately.
-    """
+    """Placeholders: `sentinel` for what was sampled, `own` and `thought` for the texts of a turn. Random per process,
+    so no input can contain them deliberately."""
 
     def __init__(self, inputs: InputFormat) -> None:
         self._inputs = inputs
@@ -79,9 +76,7 @@ class ContextBuilder:
         self.dummy_user: JsonObject = {"role": "user", "content": make_content("Hello.", inputs)}
 
     def build_turn(self, request: ExtendRequest, place: SentinelPlace) -> JsonObject:
-        """The recorded turn with the sentinel. In "content", the turn has no other text; in "argument", it keeps all of
-        its texts but one.
-        """
+        """In "content", the turn has no other text; in "argument", it keeps all of its texts but one."""
         last = request.last
         calls: list[JsonObject] = [*(last.get("tool_calls") or ())]
         if place == "argument":
@@ -93,7 +88,7 @@ class ContextBuilder:
         return {"role": "assistant", "content": sentinel, **({"tool_calls": calls} if calls else {})}
 
     def _mark_call(self, call: JsonObject, word: str, *, keeps_others: bool = False) -> JsonObject:
-        """The call with the word as its last argument, after its other ones if it keeps them."""
+        """With the word as its last argument."""
         arguments = call["function"]["arguments"]
         known = {"q": word}
         if keeps_others and is_object(arguments) and arguments:
@@ -101,9 +96,7 @@ class ContextBuilder:
         return {**call, "function": {**call["function"], "arguments": make_arguments(known, self._inputs)}}
 
     def mark(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], list[str]]:
-        """Replaces each content by a unique word; returns the messages and the words. If a message has only calls, its
-        word is in the last argument.
-        """
+        """Replaces each content by a unique word; if a message has only calls, the last argument."""
         out: list[JsonObject] = []
         words = [f"{self._base}n{index}e" for index in range(len(messages))]
         for message, word in zip(messages, words, strict=True):

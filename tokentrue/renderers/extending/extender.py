@@ -44,11 +44,8 @@ MAX_PLANS = 4096
 
 
 class Extender:
-    """`safe`: content cannot become structure, and tool messages get the name of the call they answer; without it an
-    engine's template gets messages as the client sent them.
-
-    `max_plans`: cache size; 0 plans every request.
-    """
+    """`safe`: content cannot become structure, and tool messages get the name of the call they answer. `max_plans`:
+    cache size; 0 plans every request."""
 
     def __init__(
         self,
@@ -67,7 +64,7 @@ class Extender:
         self._history, self._max_plans = history, max_plans
         self._stop_ids = {codec.literals[text] for text in stops.all}
         self._plans: OrderedDict[Hashable, ExtendPlan] = OrderedDict()
-        self._tools = b"", Shielded(None, None)  # the last ones, by key
+        self._tools = b"", Shielded(None, None)
 
     def extend(
         self, prefix_ids: TokenIds, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
@@ -88,11 +85,7 @@ class Extender:
         texts = list_texts(plan, request)
         added = self.encode(tail, request.mark, images, texts, request.new, after=plan.literal)
         return Extension(
-            prefix_ids=prefix_ids,
-            added_ids=added.token_ids,
-            spans=added.spans,
-            images=added.images,
-            join=plan.join,
+            prefix_ids=prefix_ids, added_ids=added.token_ids, spans=added.spans, images=added.images, join=plan.join
         )
 
     def encode(
@@ -105,7 +98,7 @@ class Extender:
         *,
         after: str | None = None,
     ) -> Rendered:
-        """`template_texts` are around the contents of the messages; `after`: the literal that the text follows."""
+        """`template_texts` surround the contents of the messages; `after`: the literal that the text follows."""
         if images:
             text = self._images.write(self._codec, text, mark)
         encode = self._codec.encode if after is None else partial(self._codec.encode_after, literal=after)
@@ -118,7 +111,7 @@ class Extender:
     def shield(
         self, messages: list[JsonObject], tools: list[JsonObject] | None
     ) -> tuple[list[JsonObject], list[JsonObject] | None, str]:
-        """Messages and tools whose texts cannot become structure, and the mark in them ("" if none was needed)."""
+        """Texts that cannot become structure, and the mark in them ("" if none was needed)."""
         (messages, tools), mark = shield_each(self._codec, list(map(self._shield, (messages, tools))))
         return messages, tools, mark
 
@@ -153,9 +146,8 @@ class Extender:
         return plan, tail
 
     def _plan(self, request: ExtendRequest) -> tuple[ExtendPlan, ExtendRequest]:
-        """The plan, and the request that it was made on: the whole one, unless the template raises on an earlier message,
-        for example on malformed arguments of a call.
-        """
+        """Also the request that it was made on: the whole one, unless the template raises on an earlier message, for
+        example on malformed arguments of a call."""
         whole = replace(request, is_whole=True)
         try:
             return self.splicer.plan(whole), whole
@@ -167,12 +159,10 @@ class Extender:
             except ExtendError:
                 raise refused from None
 
-    # the request
-
     def _read_request(
         self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
     ) -> tuple[ExtendRequest, Hashable]:
-        """The request, and a key that requests of one form share."""
+        """Also a key that requests of one form share."""
         read = self._read_past(messages)
         first, last = read[0].value, read[-1].value
         calls = last.get("tool_calls") or ()
@@ -205,7 +195,7 @@ class Extender:
         return shield(self._codec, value) if self._safe else Shielded(value, value)
 
     def _read_past(self, messages: Messages) -> Sequence[Shielded]:
-        """The messages in normal form, shielded; each recorded message is read once."""
+        """In normal form, shielded; each recorded message is read once."""
         past = messages if isinstance(messages, PastMessages) else PastMessages(messages)
         reader, known = past.read
         read = [*known] if reader is self else []
@@ -215,7 +205,7 @@ class Extender:
         return read
 
     def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: JsonMapping) -> bool:
-        """True if an open turn was cut off during reasoning: no content, and no end-of-reasoning marker."""
+        """An open turn without content and end-of-reasoning marker."""
         if not last.get("reasoning_content") or last["content"] or last.get("tool_calls"):
             return False
         closing = self.splicer.render_reasoning_end(kwargs).strip()
@@ -232,9 +222,7 @@ def describe_shape(message: JsonObject) -> Hashable:
 
 
 def make_key(value: JsonValue) -> bytes:
-    """Short exact key for a request's tools or system message; empty if there is none. `True` and `1`, or different key
-    orders, differ.
-    """
+    """Exact: `True` and `1`, or different key orders, differ."""
     if value is None:
         return b""
     try:

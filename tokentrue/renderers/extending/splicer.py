@@ -1,10 +1,7 @@
 """Finds what a template writes after a recorded assistant turn: renders a sentinel in place of what was sampled and
-cuts at the recorded stop id.
-
-It never guesses. A first render has marked words in place of the new contents: it must have the sentinel once; each mark
-once, in order and after it; the recorded stop once between sentinel and first mark. `ExtendPlan` stores the template's
-texts of that render; a plan is used for a request if its render has the same ones.
-"""
+cuts at the recorded stop id. It never guesses. A first render has marked words in place of the new contents: it must
+have the sentinel once; each mark once, in order and after it; the recorded stop once between sentinel and first mark. A
+plan is used for a request if its render has the template's texts of that first one."""
 
 from __future__ import annotations
 
@@ -38,9 +35,8 @@ class Boundary(NamedTuple):
 
 
 class MarkedRender(NamedTuple):
-    """`region` lies between the sentinel and the first new content, `rest` after that. `render_alone` returns what
-    follows the sentinel if nothing follows the turn.
-    """
+    """`region` lies between the sentinel and the first new content, `rest` after that. `render_alone`: what follows the
+    sentinel if nothing follows the turn."""
 
     region: str
     rest: str
@@ -48,7 +44,7 @@ class MarkedRender(NamedTuple):
 
 
 def find_boundary(codec: Codec, stops: Stops, request: ExtendRequest, render: MarkedRender) -> Boundary:
-    """Raises ExtendError if the recorded end of the turn does not match the template's."""
+    """ExtendError if the recorded end of the turn does not match the template's."""
     region, stop, has_calls = render.region, request.stop, bool(request.last.get("tool_calls"))
     ends = [(literal, end) for _, literal, end in codec.split(region) if literal]
     if not ends:
@@ -64,8 +60,8 @@ def find_boundary(codec: Codec, stops: Stops, request: ExtendRequest, render: Ma
             detail = f"the template writes {stop!r} {len(hits)} times at the end of the assistant's turn"
             raise ExtendError("ambiguous_stop", detail)
         if request.is_stop and (after := render.render_alone()).count(stop) == 1:
-            # This stop closes the turn only if nothing follows. The template's token in its place is not written again;
-            # it must also close the new message, otherwise it is the next turn's opener.
+            # This stop closes the turn only if nothing follows. The token in its place is not written again; it must also
+            # close the new message, otherwise it is the next turn's opener.
             before = after[: after.index(stop)]
             closer = next((literal for _, literal, _ in codec.split(render.rest) if literal), None)
             for literal, end in ends:
@@ -87,7 +83,7 @@ class Splicer:
         self.contexts = ContextBuilder(inputs)
 
     def plan(self, request: ExtendRequest) -> ExtendPlan:
-        """Finds the cut in a render with marked words; ExtendError if there is none."""
+        """The cut in a render with marked words; ExtendError if there is none."""
         marked, words = self.contexts.mark(request.new)
         place = _find_place(request)
 
@@ -140,11 +136,10 @@ class Splicer:
         return plan.closing + rest[len(gap) :]
 
     def fits(self, plan: ExtendPlan, request: ExtendRequest, tail: str) -> bool:
-        """True if the tail has the template's texts of the plan around its contents."""
         return bool(find_contents(tail, request.mark, list_texts(plan, request)))
 
     def is_true_tail(self, plan: ExtendPlan, request: ExtendRequest, tail: str) -> bool:
-        """True if the conversation ends with the same text when the turn has its real text and no sentinel."""
+        """Whether the conversation ends with the same text when the turn has its real text."""
         if not request.last.get("tool_calls") and not str(request.last["content"]).strip(" \n[]"):
             return True  # an empty turn; a template may omit it
         try:
@@ -154,7 +149,7 @@ class Splicer:
         return text.endswith(tail[len(plan.closing) :])
 
     def rewrites(self, request: ExtendRequest) -> bool:
-        """True if the template changes earlier turns when the new messages follow."""
+        """Whether the template changes earlier turns when the new messages follow."""
         last = self.contexts.build_turn(request, _find_place(request))
         thought = self.contexts.thought if request.last.get("reasoning_content") else ""
         if thought:
@@ -166,7 +161,7 @@ class Splicer:
         return self._render(request, [last], generate=False).partition(self.contexts.sentinel)[0] != followed
 
     def render_reasoning_end(self, kwargs: JsonMapping) -> str:
-        """Returns what the template writes between reasoning and content, for a turn cut off during reasoning."""
+        """Between reasoning and content, for a turn cut off during reasoning."""
         thought, own = self.contexts.thought, self.contexts.own
         turn: JsonObject = {"role": "assistant", "content": make_content(own, self._inputs)}
         messages = [self.contexts.dummy_user, turn | {"reasoning_content": thought, "thinking": thought}]
@@ -180,7 +175,7 @@ class Splicer:
     def mark_text(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, kwargs: JsonMapping
     ) -> tuple[str, ...]:
-        """Returns the template's texts around the contents of a conversation; empty if they cannot be told apart."""
+        """The template's texts around the contents; empty if they cannot be told apart."""
         marked, words = self.contexts.mark(messages)
         try:
             return split_at_words(self._template.render(marked, tools, kwargs, inputs=self._inputs), words)
@@ -188,7 +183,6 @@ class Splicer:
             return ()
 
     def _render(self, request: ExtendRequest, messages: Sequence[JsonObject], *, generate: bool = True) -> str:
-        """Renders the messages after the past ones."""
         try:
             return self._template.render(
                 [*request.past, *messages],
@@ -218,7 +212,6 @@ class Splicer:
 
 
 def list_texts(plan: ExtendPlan, request: ExtendRequest) -> list[str]:
-    """The template's texts around the new contents."""
     return [mark_ids(text, request.last, back=True) for text in plan.template_texts]
 
 

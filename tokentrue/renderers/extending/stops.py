@@ -1,7 +1,4 @@
-"""Which tokens end an assistant turn: those that the model's files declare and those that its template writes.
-
-They tell the engine when to stop, and where an open turn must be closed.
-"""
+"""Which tokens end an assistant turn: those that the model's files declare and those that its template writes."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ FOLLOWER = "qzFollowerqz"
 
 @record
 class Stops:
-    """Stop literals per kind of turn; `declared` come from generation_config.json and the tokenizer's eos."""
+    """Literals per kind of turn; `declared` come from generation_config.json and the tokenizer's eos."""
 
     text: tuple[str, ...] = ()
     call: tuple[str, ...] = ()
@@ -53,8 +50,7 @@ def derive_stops(
 ) -> Stops:
     """A text turn ends with the last token of the template's closing; else with the one written only if nothing follows
     (harmony's <|return|>); else with the next turn's opener (GLM). A turn of calls ends with the same token if that
-    follows the calls; else with the last token there (harmony's <|call|>), or with an opener if text turns do.
-    """
+    follows the calls; else with the last token there (harmony's <|call|>), or with an opener if text turns do."""
 
     def literals(text: str) -> list[str]:
         return [literal for _, literal, _ in codec.split(text) if literal]

@@ -1,8 +1,6 @@
-"""The `Family` record (only what a chat template does not say), and formats of reasoning and calls that families share.
-
-A call format has two fields: `tool_calls` and, if that captures a name, `broken_calls`: the same block with any other
-body, so that a failed attempt is recognised as one.
-"""
+"""The `Family` record, and formats of reasoning and calls that families share. A call format has two fields:
+`tool_calls` and, if that captures a name, `broken_calls`: the same block with any other body, so that a failed attempt
+is recognised as one."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ PLAIN: JsonMapping = {"start_anchor_pattern": r"\A(?!)", "fields": {"content": {
 @record
 class CallForm:
     """How the model writes a call: `opening`, `begin` with the tool's name for NAME (`"NAME"`: as a JSON string), the
-    arguments in JSON, `end`. Only ordinary tokens, or added ones that are not special: engines exclude special tokens
-    from grammars.
-    """
+    arguments in JSON, `end`. No special tokens: engines exclude those from grammars."""
 
     opening: str
     begin: str
@@ -31,11 +27,9 @@ class CallForm:
 
 @record
 class Family:
-    """`response_template`: a schema of `transformers.utils.chat_parsing`; `template_kwargs`: defaults for kwargs that
-    the caller omits.
-
-    `call_ids`: "openai" (`call_` and hex), or "short" if the template requires nine letters and digits (Mistral).
-    """
+    """What a chat template does not say. `response_template`: a schema of `transformers.utils.chat_parsing`;
+    `template_kwargs`: defaults. `call_ids`: "openai" (`call_` and hex), or "short" if the template requires nine
+    letters and digits (Mistral)."""
 
     name: str
     response_template: JsonMapping | None = None
@@ -66,10 +60,8 @@ _KEEPING = {
 
 
 def keep_reasoning(clues: Clues) -> JsonObject:
-    """Returns the template's switches against dropping earlier reasoning, set to keep it.
-
-    A template shows that it has such a switch, not which setting a recorded history needs.
-    """
+    """The template's switches against dropping earlier reasoning, set to keep it. A template shows that it has such a
+    switch, not which setting a recorded history needs."""
     return {name: value for name, value in _KEEPING.items() if name in clues.template}
 
 
@@ -91,7 +83,7 @@ HERMES: Fields = {
         "content": "json",
         "repeats": True,
         "transform": INSIDE,
-    },
+    }
 }
 """`<tool_call>⏎{"name": …, "arguments": {…}}⏎</tool_call>`"""
 
@@ -129,11 +121,8 @@ breaks"""
 
 def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> Fields:
     """`<BLOCK>⏎<invoke name="NAME">⏎<parameter name="KEY">VALUE</parameter>⏎</invoke>⏎</BLOCK>`: several calls share
-    one block.
-
-    `tag` precedes each tag's word (DeepSeek's `｜DSML｜`); `attribute` is a pattern for further attributes of a
-    parameter.
-    """
+    one block. `tag` precedes each tag's word (DeepSeek's `｜DSML｜`); `attribute`: pattern for further attributes of a
+    parameter."""
     opens, closes = f"<{tag}{block}>", f"</{tag}{block}>"
     return {
         "tool_calls": {
@@ -153,11 +142,8 @@ def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> F
 def calls_between_tokens(
     *, section: tuple[str, str], call: tuple[str, str], head: str, tail: str = "", transform: JsonMapping = NAMED
 ) -> Fields:
-    """JSON calls, each between two marker tokens, all between two section tokens that belong to the first and last
-    call.
-
-    `head` is the pattern between a call's opening token and its arguments and captures the name; `tail` follows them.
-    """
+    """JSON calls, each between two marker tokens, all between two section tokens. `head` is the pattern between a
+    call's opening token and its arguments and captures the name; `tail` follows them."""
     begin, end = rf"(?:{section[0]}\s*)?{call[0]}", rf"{call[1]}(?:\s*{section[1]})?"
     return {
         "tool_calls": {
@@ -172,7 +158,7 @@ def calls_between_tokens(
 
 
 def response(calls: Fields, *, anchors: Sequence[str], reasoning: Field | None = THINK) -> Field:
-    """Builds a response template: optional reasoning and calls inside content; one of `anchors` opens the turn."""
+    """A response template; one of `anchors` opens the turn."""
     fields: dict[str, Field] = {"content": {}}
     if reasoning is not None:
         fields["reasoning_content"] = reasoning

@@ -1,9 +1,6 @@
-"""gpt-oss (harmony): every message names its channel; a recipient makes it a call.
-
-The shipped template differs from openai-harmony, the models' library: it quotes tool results, writes text beside a call
-as reasoning, writes only the first of several calls, and drops later system messages. `correct_template` fixes that and
-lets `conversation_start_date` set the date.
-"""
+"""gpt-oss (harmony): every message names its channel; a recipient makes it a call. The shipped template differs from
+openai-harmony, the models' library: it quotes tool results, writes text beside a call as reasoning, writes only the
+first of several calls, and drops later system messages."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ _TALK = """\
 
 
 def correct_template(template: str) -> str | None:
-    """Returns the shipped template changed to match the library; None if the template is a different one."""
+    """Fixes that, and lets `conversation_start_date` set the date; None if the template is a different one."""
     head, found, _ = template.partition(_BEGIN)
     if not found or head.count(_BLANK_LINES) != 1 or head.count(_TODAY) != 1:
         return None

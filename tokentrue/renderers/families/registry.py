@@ -1,4 +1,4 @@
-"""The families and how a template is matched to one. A new family is one function and its name in `FAMILIES`."""
+"""The families and how a template is matched to one."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def recognise_inkling(clues: Clues) -> Family | None:
 
 def recognise_kimi(clues: Clues) -> Family | None:
     """Kimi-K2, K2.5, K2.6: calls between section tokens; results repeat the id `functions.NAME:INDEX` of their
-    call.
-    """
+    call."""
     if not clues.has("<|im_assistant|>", "<|im_middle|>", "<|tool_call_begin|>"):
         return None
     name = r"(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)"
@@ -87,10 +86,7 @@ def recognise_deepseek(clues: Clues) -> Family | None:
         calls = calls_as_invocations(block, tag="｜DSML｜", attribute=r'(?: string="(?P<string>true|false)")?')
     elif clues.has("tool▁call▁begin", "```json"):
         fence = r"\s*function<｜tool▁sep｜>(?P<name>[^\n`<]+)\n\s*```json\n"
-        name, calls = (
-            "deepseek-v3",
-            calls_between_tokens(section=section, call=call, head=fence, tail=r"\n?```\s*"),
-        )
+        name, calls = ("deepseek-v3", calls_between_tokens(section=section, call=call, head=fence, tail=r"\n?```\s*"))
     elif clues.has("tool▁call▁begin"):
         head = r"\s*(?P<name>[^\n`<]+)<｜tool▁sep｜>"
         name, calls = "deepseek-v3.1", calls_between_tokens(section=section, call=call, head=head)
@@ -172,7 +168,7 @@ def recognise_llama(clues: Clues) -> Family | None:
                 "type": "function",
                 "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
             },
-        },
+        }
     }
     anchor = "<|start_header_id|>assistant<|end_header_id|>\n\n"
     return _make_family("llama-3", clues, calls, anchor, reasoning=None)
@@ -223,9 +219,7 @@ FAMILIES: tuple[Callable[[Clues], Family | None], ...] = (
 
 
 def family_for(template_text: str, tokenizer: Any, tokens: Iterable[str] | None = None) -> Family:
-    """Returns the template's family, or "plain" (all text is content, no calls). A response template shipped with the
-    tokenizer overrides ours. `tokens`: the tokenizer's added tokens, if the caller has them.
-    """
+    """Or "plain" (all text is content, no calls). A response template shipped with the tokenizer overrides ours."""
     if tokens is None:
         tokens = (str(token.content) for token in tokenizer.added_tokens_decoder.values())
     clues = Clues(template=template_text, tokens=frozenset(tokens))

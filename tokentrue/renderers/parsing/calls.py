@@ -1,9 +1,7 @@
-"""Reads a tool call incrementally; at its end returns the call or the reason why it is not one.
-
-JSON formats pass on the model's text; untyped formats emit each parameter when it is complete, because its value needs
-its type. The last brace is held back until the whole call has been read, so the arguments of an aborted call are never
-valid JSON. Bodies that a reader does not know go to `read_whole`, which uses transformers' content parsers.
-"""
+"""Reads a tool call incrementally; at its end returns the call or the reason why it is not one. JSON formats pass on
+the model's text; untyped formats emit each parameter when it is complete, because its value needs its type. The last
+brace is held back until the whole call has been read, so the arguments of an aborted call are never valid JSON. Bodies
+that a reader does not know go to `read_whole`, which uses transformers' content parsers."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ _OPENING = {"}": "{", "]": "["}
 
 
 def list_parameter_schemas(tools: Tools | None) -> dict[str, JsonMapping]:
-    """Accepts wrapped (`{"type": "function", "function": …}`) and bare tools."""
+    """Of wrapped (`{"type": "function", "function": …}`) and bare tools."""
     found: dict[str, JsonMapping] = {}
     for tool in tools or ():
         function = _as_object(_as_object(tool).get("function", tool))
@@ -61,7 +59,7 @@ def _as_object(value: JsonValue) -> JsonMapping:
 
 
 def type_value(value: JsonValue, schema: JsonValue) -> JsonValue:
-    """Converts `value` to the schema's type; a value that does not fit stays the model's string."""
+    """A value that does not fit the schema stays the model's string."""
     if not isinstance(value, str):
         return value
     types = _list_types(schema)
@@ -106,7 +104,7 @@ def _load_json(text: str, default: JsonValue = None, *, pairs: type[list[JsonVal
 
 @record
 class ParsedCall:
-    """`arguments` is JSON text, `values` its parsed form; `call_id` is empty unless the model wrote one."""
+    """`arguments` is JSON text; `call_id` is empty unless the model wrote one."""
 
     name: str
     arguments: str
@@ -123,9 +121,8 @@ class CallFailure:
 
 @record
 class JsonCallFormat:
-    """Keys of a JSON call's name and arguments in the body; None: captured by the marker, or the whole body. `head`
-    matches the body before the arguments if it has only texts.
-    """
+    """Keys of the name and arguments in the body; None: captured by the marker, or the whole body. `head` matches the
+    body before the arguments if it has only texts."""
 
     name: str | None = None
     arguments: str | None = None
@@ -169,9 +166,8 @@ def _read_placeholder(text: object) -> tuple[str | None, str | None]:
 
 
 class CallReader(Protocol):
-    """`feed` returns the argument text that may be shown now; `name` and `call_id` are known by then. `end` gets the
-    whole body and returns None if it is not in this format.
-    """
+    """`feed` returns the argument text that may be shown now; `name` and `call_id` are known by then. `end` returns
+    None if the body is not in this format."""
 
     name: str
     call_id: str
@@ -201,7 +197,7 @@ class JsonCallReader:
         self._state = "head"  # then "arguments"; at last "done" or "lost"
         self._head = ""
         self._arguments: list[str] = []
-        self._stack: list[str] = []  # open brackets
+        self._stack: list[str] = []
         self._in_string = False
         self._tail = ""  # an escape or a word that may continue
 
@@ -215,7 +211,7 @@ class JsonCallReader:
         return self._arguments[-1][:-1] if self._state == "done" else self._arguments[-1]
 
     def _read_head(self, text: str) -> str:
-        """Reads the members before the arguments; returns the text after them."""
+        """The text after the members before the arguments."""
         self._head += text
         found = self._format.head.match(self._head, partial=True)
         if found is None or found.partial:
@@ -231,7 +227,7 @@ class JsonCallReader:
         return self._head[found.end() :]
 
     def _follow(self, text: str) -> int:
-        """Returns the end of the arguments, or of what can be their beginning."""
+        """The end of the arguments, or of what can be their beginning."""
         self._tail, place = "", 0
         while place < len(text):
             char = text[place]
@@ -262,7 +258,7 @@ class JsonCallReader:
         return place
 
     def _hold(self, text: str, start: int, end: int) -> int:
-        """`text[start:end]` is the beginning of an escape or a word: more must follow, or the text is not JSON."""
+        """More of an escape or a word must follow, or the text is not JSON."""
         self._tail = text[start:end]
         if end < len(text):
             self._state = "lost"
@@ -328,7 +324,7 @@ class TagCallReader:
 
 
 def type_match(match: regex.Match[str], schema: JsonValue) -> JsonValue:
-    """Value of one matched parameter, typed by its own attribute (DeepSeek's `string="true"`), else by the schema."""
+    """By its own attribute (DeepSeek's `string="true"`), else by the schema."""
     declared, value = match.groupdict().get("string"), match["value"]
     if declared is None:
         return type_value(value, schema)
@@ -404,7 +400,7 @@ def _get_first(mapping: JsonMapping, keys: Sequence[str]) -> JsonValue:
 
 
 def _find_spelling(body: str, values: JsonMapping) -> str:
-    """Returns the model's text of the arguments inside `body`; "" if ambiguous."""
+    """The model's text of the arguments; "" if ambiguous."""
     places = [match.end() for match in regex.finditer(r'"(?:arguments|parameters|args|input)"\s*:\s*', body)]
     for begin in (max(body.find("{"), 0), *places):
         try:

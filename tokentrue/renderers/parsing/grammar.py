@@ -1,6 +1,5 @@
-"""Parsing data of one renderer: a compiled response template (`transformers.utils.chat_parsing`: declarative fields
-with open and close markers) and the tokens of its markers.
-"""
+"""Parsing data of one renderer: a compiled response template (`transformers.utils.chat_parsing`) and the tokens of its
+markers."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from tokentrue.types import Ids
 @record
 class MarkerSet:
     """The added tokens that a response template names: a pattern for whole look-alikes of them in ordinary text, and
-    their proper prefixes. A marker of one character has no look-alike that could be told from it.
-    """
+    their proper prefixes. A marker of one character has no look-alike."""
 
     ids: frozenset[int]
     whole: re.Pattern[str]
@@ -56,7 +54,7 @@ ForeignTemplate: TypeAlias = Any
 
 @record
 class Delimiter:
-    """Opens or closes `field`. `is_final`: a match at the end of the text cannot grow with more text."""
+    """`is_final`: a match at the end of the text cannot grow with more text."""
 
     opens: bool
     field: str
@@ -74,7 +72,7 @@ class Region:
 
 @record
 class TextLayout:
-    """How segments form a text field: whether its ends are trimmed, and the separator."""
+    """Whether a field's ends are trimmed, and what joins its segments."""
 
     strip: bool = True
     join: str | None = None
@@ -82,7 +80,7 @@ class TextLayout:
 
 @record
 class Grammar:
-    """`regions`: by open field (None: none). `generation_ids` open an assistant turn, for callers without a prompt."""
+    """`regions`: by open field. `generation_ids` open an assistant turn, for callers without a prompt."""
 
     fields: Mapping[str, ForeignField]
     implicit: str | None  # the field of text outside all markers
@@ -105,9 +103,8 @@ class Grammar:
 def compile_grammar(pieces: TokenBytes, family: Family, *, stop_token_ids: Ids, generation_ids: Ids = ()) -> Grammar:
     declared = family.response_template or PLAIN
     try:
-        template = cast("Any", response_templates).load_response_template(
-            json.loads(json.dumps(declared, default=dict))
-        )
+        plain = json.loads(json.dumps(declared, default=dict))
+        template = cast("Any", response_templates).load_response_template(plain)
     except (ValueError, TypeError, KeyError) as error:
         raise TemplateError(f"response_template: not a valid response template: {error}") from error
     named = str(declared)

@@ -1,10 +1,8 @@
-"""Parses sampled ids to an OpenAI message, incrementally; a complete turn is fed at once and finished.
-
-The message does not depend on the chunks; the deltas add up to it; `raw` is every byte the model wrote. A call that
-cannot be parsed reaches the client as text and is recorded as an attempt. With `early`, a stream shows calls while the
-model writes them: an aborted call keeps the arguments that were shown, which are not valid JSON. Bytes that are not
-UTF-8 are lone surrogates in `raw` (`errors="surrogateescape"`) and `�` in the message.
-"""
+"""Parses sampled ids to an OpenAI message, incrementally. The message does not depend on the chunks; the deltas add up
+to it; `raw` is every byte the model wrote. A call that cannot be parsed reaches the client as text and is recorded as
+an attempt. With `early`, a stream shows calls while the model writes them: an aborted call keeps the arguments that
+were shown, which are not valid JSON. Bytes that are not UTF-8 are lone surrogates in `raw` (`errors="surrogateescape"`)
+and `�` in the message."""
 
 from __future__ import annotations
 
@@ -24,28 +22,18 @@ from tokentrue.renderers.parsing.calls import (
     start_call,
 )
 from tokentrue.renderers.parsing.grammar import BROKEN, CALLS, TEXT_FIELDS, Grammar, TextLayout
-from tokentrue.renderers.parsing.scanner import (
-    RegionOpened,
-    RegionScanner,
-    RegionText,
-    ScanEvent,
-    Settled,
-    TokenSource,
-)
+from tokentrue.renderers.parsing.scanner import RegionOpened, RegionScanner, RegionText, ScanEvent, Settled, TokenSource
 from tokentrue.types import Attempt, Delta, Ended, Ids, Parsed, Status, Tools
 
 _SPACE = " \t\r\n"
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ANCHOR_WINDOWS = (8, 48, 1024)  # tokens of the prompt's end that are searched for the turn's opening, a few tokens
+_ANCHOR_WINDOWS = (8, 48, 1024)  # tokens of the prompt's end, for the turn's opening
 
 
 @dataclass(slots=True)
 class TextField:
-    """One text field of the message. Whitespace at its ends is structure and dropped; inner whitespace is kept, and
-    held until more text follows.
-
-    With `layout.join`, each segment is trimmed and the segments are joined by that string.
-    """
+    """Whitespace at its ends is structure and dropped; inner whitespace is held until more text follows. With
+    `layout.join`, each segment is trimmed."""
 
     layout: TextLayout
     parts: list[str] = field(default_factory=list[str])
@@ -74,9 +62,7 @@ class TextField:
 
 
 class MessageBuilder:
-    """The client's message, and every call that the model tried to write. `early`: shows calls while they are
-    written.
-    """
+    """The client's message, and every call that the model tried to write."""
 
     def __init__(self, grammar: Grammar, tools: Tools | None, *, prompt_ids: Ids, early: bool) -> None:
         self._grammar = grammar
@@ -142,10 +128,8 @@ class MessageBuilder:
         return [*deltas, Delta(call=self._shown_call, arguments=arguments)]
 
     def close_region(self, field: str, *, closed: bool, raw: str, span: tuple[int, int]) -> list[Delta]:
-        """Ends the open region; `closed`: by its own marker. `raw` is its text with markers, `span` the tokens of that.
-
-        A region that is not a call becomes text, unless it was already shown as a call.
-        """
+        """`closed`: by its own marker. `raw`: with markers, `span`: its tokens. A region that is not a call becomes
+        text, unless it was already shown as a call."""
         if field not in (CALLS, BROKEN):
             self._extra[field] = "".join(self._body)
             return []
@@ -220,7 +204,7 @@ def parse_turn(grammar: Grammar, sampled_ids: Ids, *, prompt_ids: Ids = (), tool
 
 
 class Parser:
-    """`protocols.TurnParser` for one sampled turn. `early`: shows calls while they are written."""
+    """`early`: shows calls while they are written."""
 
     def __init__(
         self, grammar: Grammar, *, prompt_ids: Ids = (), tools: Tools | None = None, early: bool = False
@@ -281,7 +265,7 @@ class Parser:
 
 
 def _find_opening(grammar: Grammar, prompt_ids: Ids) -> Settled:
-    """Returns the prompt's text after the turn's last opening. Reads only the prompt's end."""
+    """The prompt's text after the turn's last opening. Reads only the prompt's end."""
     if len(grammar.fields) > 1:
         for window in _ANCHOR_WINDOWS:
             source = TokenSource(grammar)

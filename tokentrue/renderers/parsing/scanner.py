@@ -1,8 +1,5 @@
-"""Splits sampled ids into the regions of a response template, incrementally.
-
-Half a character, a possible look-alike of a marker and a partial match of a delimiter are held back until more text
-decides. A region that is not a readable call is no error here: its body is passed on unchanged.
-"""
+"""Splits sampled ids into the regions of a response template, incrementally. Half a character, a possible look-alike of
+a marker and a partial match of a delimiter are held back until more text decides."""
 
 from __future__ import annotations
 
@@ -23,16 +20,15 @@ BREAK = "\ufdd0"  # a Unicode noncharacter, which no pattern names
 
 
 class Settled(NamedTuple):
-    """Text that later tokens cannot change. `safe` is what patterns search: the same text, but a look-alike of a marker
-    in ordinary tokens has BREAK for its second character.
-    """
+    """Text that later tokens cannot change. `safe` is what patterns search: a look-alike of a marker in ordinary tokens
+    has BREAK for its second character."""
 
     text: str
     safe: str
 
 
 class TokenSource:
-    """Holds back incomplete characters, and ordinary text that may become the look-alike of a marker."""
+    """Holds back incomplete characters, and text that may become the look-alike of a marker."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._pieces, self._markers = grammar.pieces, grammar.markers
@@ -59,7 +55,7 @@ class TokenSource:
         return Settled(*map("".join, zip(*settled, strict=True)))
 
     def flush(self) -> Settled:
-        """Returns what was held back, when no more ordinary text follows."""
+        """What was held back, when no more ordinary text follows."""
         text, safe = self._add_bytes(b"", final=True)
         self._decoder.reset()
         held, self._held = self._held, ""
@@ -67,7 +63,7 @@ class TokenSource:
 
     @property
     def raw(self) -> str:
-        """The true text so far; its bytes are those of the ids."""
+        """Its bytes are those of the ids."""
         self._text = ["".join(self._text)]
         return self._text[0]
 
@@ -98,7 +94,7 @@ def _break(match: re.Match[str]) -> str:
     return match[0][0] + BREAK + match[0][2:]
 
 
-_LOOKBEHIND = 128  # characters kept before the scanned place, for patterns that look behind
+_LOOKBEHIND = 128  # characters, for patterns
 _TRIM_AT = 1024
 
 
@@ -113,10 +109,8 @@ class RegionText(NamedTuple):
 
 
 class RegionEnded(NamedTuple):
-    """`[start, end)` are characters of the sampled text: with the markers, or only the body if the region is text.
-
-    `closed`: by its own marker, or by the end of the turn if the region may run to it.
-    """
+    """`[start, end)`: characters of the sampled text, with the markers unless the region is text. `closed`: by its own
+    marker, or by the end of the turn if the region may run to it."""
 
     field: str
     start: int
@@ -129,8 +123,7 @@ ScanEvent: TypeAlias = RegionOpened | RegionText | RegionEnded
 
 class RegionScanner:
     """`prefix` is the part of this turn in the prompt (an opened `<think>`). It emits no events except those of a call
-    that it leaves open. Offsets in events count characters of the text that was fed.
-    """
+    that it leaves open. Offsets count characters of the text that was fed."""
 
     def __init__(self, grammar: Grammar, *, prefix: Settled) -> None:
         self._grammar = grammar
@@ -168,7 +161,7 @@ class RegionScanner:
         return self._take_events()
 
     def finish(self, *, stopped: bool) -> list[ScanEvent]:
-        """`stopped`: the turn ended at a stop token, not at a cut-off."""
+        """`stopped`: at a stop token, not at a cut-off."""
         self._advance(at_end=True)
         self._emit(len(self._safe))
         runs_on = self._field is not None and self._grammar.ends_with_turn(self._field)
@@ -198,7 +191,7 @@ class RegionScanner:
             self._emit(hold)
 
     def _find(self, *, at_end: bool) -> tuple[tuple[Delimiter, regex.Match[str]] | None, int]:
-        """Returns the earliest certain delimiter (the longest of those), and where the first incomplete one begins."""
+        """The earliest certain delimiter (the longest of those), and where the first incomplete one begins."""
         edge = hold = len(self._safe)
         best: tuple[Delimiter, regex.Match[str]] | None = None
         best_key: tuple[int, int, bool, str] | None = None
@@ -216,9 +209,7 @@ class RegionScanner:
         return (None if best is None or best[1].start() >= hold else best), hold
 
     def _can_grow(self, delimiter: Delimiter, start: int) -> bool:
-        """True if more text may extend the match at `start`: the text after it may belong to an optional end
-        (`</invoke>`, a line break, and perhaps the block's `</tool_calls>`).
-        """
+        """The text after the match may belong to an optional end (`</invoke>`, a line break, perhaps `</tool_calls>`)."""
         return not delimiter.is_final and delimiter.pattern.fullmatch(self._safe, start, partial=True) is not None
 
     def _emit(self, end: int) -> None:

@@ -1,7 +1,5 @@
-"""Images in rendered prompts: finds their parts in messages, and turns each placeholder of the template into a run.
-
-Only placeholders that the template wrote are expanded. Text that spells one is content: it is shielded and stays text.
-"""
+"""Images in rendered prompts: finds their parts in messages, and turns each placeholder that the template wrote into a
+run. Text that spells one is shielded and stays text."""
 
 from __future__ import annotations
 
@@ -26,16 +24,13 @@ PROVEN = "proven"
 
 @record
 class ImageInputs:
-    """What a renderer does with images. `vision`: the model's family, or why it has none; `roles`: for each role
-    "proven" or why its images are refused.
-    """
+    """`vision`: the model's family, or why it has none; `roles`: "proven" or why its images are refused."""
 
     vision: Vision | str
     roles: Mapping[str, str]
 
     def find(self, messages: Messages, field: str = "messages", *, safe: bool) -> list[JsonMapping]:
-        """The image parts of the messages, in order; MessageError if one cannot be rendered. `safe`: content is
-        shielded."""
+        """The image parts, in order; MessageError if one cannot be rendered. `safe`: content is shielded."""
         found: list[JsonMapping] = []
         for index, message in enumerate(messages):
             content = message.get("content")
@@ -69,7 +64,7 @@ class ImageInputs:
             )
 
     def write(self, codec: Codec, text: str, mark: str) -> str:
-        """The template's text with what the processor writes for each placeholder, the repeated token once."""
+        """With what the processor writes for each placeholder, the repeated token once."""
         vision = cast("Vision", self.vision)
         if vision.written == vision.placeholder:
             return text
@@ -84,7 +79,7 @@ class ImageInputs:
     def expand(
         self, codec: Codec, ids: TokenIds, spans: Sequence[PromptSpan], images: Sequence[JsonMapping]
     ) -> tuple[TokenIds, tuple[PromptSpan, ...], tuple[ImageRun, ...]]:
-        """`ids` hold each image's repeated token once; returns them with all runs, the spans moved to fit, the runs."""
+        """`ids` hold each image's repeated token once."""
         vision = cast("Vision", self.vision)
         token = codec.literals.get(vision.repeated)
         places = [place for place, id_ in enumerate(ids) if id_ == token]
@@ -95,10 +90,8 @@ class ImageInputs:
         done = length = 0
         for place, image in zip(places, images, strict=True):
             count, grid = vision.measure(image["width"], image["height"])
-            length += place - done
-            runs.append(
-                ImageRun(sha256=image["sha256"], start=length, count=count, grid=grid, processor=vision.processor)
-            )
+            length, name = length + place - done, image["sha256"]
+            runs.append(ImageRun(sha256=name, start=length, count=count, grid=grid, processor=vision.processor))
             pieces += (ids[done:place], TokenIds([token] * count))
             done, length = place + 1, length + count
         grown = [0, *accumulate(run.count - 1 for run in runs)]

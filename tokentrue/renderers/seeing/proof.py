@@ -1,8 +1,5 @@
-"""Proves by trial where a template writes images, for each role: rendered whole, and appended to a recorded turn.
-
-The truth is the template's text of the whole conversation, with each placeholder replaced in the text by all that the
-processor writes, encoded at once.
-"""
+"""Proves by trial where a template writes images, for each role: rendered whole, and appended to a recorded turn. The
+truth is the text of the whole conversation with all that the processor writes, encoded at once."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ Trial = tuple[str, tuple[Message, ...], tuple[Message, ...]]
 
 
 class Refuted(Exception):
-    """The message says why images of the role are refused."""
+    """Why images of the role are refused."""
 
 
 def _image(index: int) -> JsonObject:
@@ -32,7 +29,6 @@ def _image(index: int) -> JsonObject:
 
 
 def _see(role: str, *parts: str | int, **more: JsonValue) -> Message:
-    """A message of words and of images by number."""
     content = [_image(part) if isinstance(part, int) else {"type": "text", "text": part} for part in parts]
     return {"role": role, "content": content, **more}
 
@@ -67,7 +63,7 @@ def _list_trials(role: str, spelled: str) -> Iterator[Trial]:
 
 
 def prove_images(renderer: Renderer, vision: Vision) -> dict[str, str]:
-    """For each role "proven", or why its images are refused."""
+    """By role "proven", or why its images are refused."""
     literals = renderer.codec.literals
     lacking = [text for text in (vision.placeholder, vision.repeated) if text not in literals]
     if lacking:
@@ -116,7 +112,7 @@ def _try(renderer: Renderer, vision: Vision, trial: Trial, bare: Trial) -> None:
 
 
 def write_all(text: str, vision: Vision, counts: Sequence[int]) -> str:
-    """The template's text as the processor hands it to the tokenizer."""
+    """As the processor hands the text to the tokenizer."""
     first, *rest = text.split(vision.placeholder)
     runs = (vision.written.replace(vision.repeated, vision.repeated * count) for count in counts)
     return first + "".join(run + after for run, after in zip(runs, rest, strict=True))

@@ -1,5 +1,4 @@
-"""The durable store: SQLite in WAL mode, or PostgreSQL (`postgres.py`, imported only when used). Read `journal.py`
-first."""
+"""The durable store: SQLite, or PostgreSQL (`postgres.py`, imported only when used). Read `journal.py` first."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def read_address(store: str) -> Mapping[str, str]:
         found = {name: str(value) for name, value in conninfo_to_dict(store).items() if value is not None}
     except psycopg.ProgrammingError:
         found = {"host": "@"}
-    # A password with an unescaped @ or / ends up in the host, port or database name, which libpq quotes in its errors.
+    # A password with an unescaped @ or / ends up in what libpq quotes in its errors.
     port, place = found.get("port", ""), found.get("host", "") + found.get("dbname", "")
     if "@" in place or (port and not port.replace(",", "").isdecimal()):
         raise ConfigError(
@@ -43,7 +43,7 @@ def read_address(store: str) -> Mapping[str, str]:
 
 
 def describe_store(store: str) -> str:
-    """Without secrets: of a PostgreSQL URL only user, host and database."""
+    """Of a PostgreSQL URL only user, host and database."""
     if not is_postgres(store):
         return store
     try:

@@ -1,7 +1,7 @@
-"""The durable store: SQLite in WAL mode. An awaited write returns only after its commit. One writer thread makes
-every write; one process owns a store for writing (`lock`); one object at a time owns a session (`claim`). Corruption
-is detected: rows carry digests, sessions the number of their nodes, the store the number of its sessions, and
-opening runs `quick_check`. `synchronous="FULL"` also survives a loss of power."""
+"""The durable store: SQLite in WAL mode. An awaited write returns only after its commit. One writer thread makes every
+write; one process owns a store for writing (`lock`); one object at a time owns a session (`claim`). Corruption is
+detected: rows carry digests, sessions the number of their nodes, the store the number of its sessions, and opening runs
+`quick_check`. `synchronous="FULL"` also survives a loss of power."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _INSERT_NODE = f"""
 _INSERT_IMAGE = "INSERT INTO images(sha256, media_type, data) VALUES (?,?,?) ON CONFLICT (sha256) DO NOTHING"
 _REFER_TO_IMAGE = "INSERT INTO session_images(session, sha256) VALUES (?,?) ON CONFLICT (session, sha256) DO NOTHING"
 _OF_SESSION = "FROM images JOIN session_images ON session_images.sha256 = images.sha256 WHERE session_images.session=?"
-FIRST_TOKEN = 1  # fencing token of a new session: a number that grows with each owner
+FIRST_TOKEN = 1  # fencing token, which grows with each owner
 
 
 class SessionClaim:
     def __init__(self, session_id: str, turns: Sized, token: int) -> None:
         self.session_id, self.turns = session_id, turns  # the turns that its holder is generating
-        self.token = token  # the fencing token: who owned the session when it was claimed
+        self.token = token  # of the owner when it was claimed
         self.is_revoked = False
 
     def check(self) -> None:
@@ -120,14 +120,11 @@ class Journal:
         return FIRST_TOKEN
 
     def claim(self, session_id: str, turns: Sized, token: int = FIRST_TOKEN) -> SessionClaim:
-        """Takes a session over: its previous holder can write no more. Without fencing, raises while that one is
-        generating."""
+        """The previous holder of the session can write no more. Without fencing, raises while that one is generating."""
         held = self._claims.get(session_id)
         if held is not None:
             if len(held.turns) and not self._has_fencing:
-                raise SessionConflict(
-                    f"session {session_id!r} is in use: another object is generating {len(held.turns)} turn(s) for it"
-                )
+                raise SessionConflict(f"session {session_id!r} is in use: another object generates for it")
             held.is_revoked = True
         claim = self._claims[session_id] = SessionClaim(session_id, turns, token)
         return claim
@@ -143,9 +140,8 @@ class Journal:
     def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
         """Called in the transaction of every write to a session; raises if another process owns it now."""
 
-    # Reading and writing.
     def submit(self, write: Callable[[Database], T]) -> Future[T]:
-        """The future completes after the commit of its transaction."""
+        """Completes after the commit of its transaction."""
         if self._read_only:
             raise JournalError(f"the journal {self.target} was opened for reading")
         return self._writer.submit(write)
@@ -176,7 +172,6 @@ class Journal:
 
         return self.submit(write).result()
 
-    # Sessions.
     def create(self, record: SessionRecord) -> Future[None]:
         values = values_from_record(record)
 
@@ -191,13 +186,9 @@ class Journal:
         return self.submit(write)
 
     async def append_nodes(
-        self,
-        session_id: str,
-        rows: Sequence[Row],
-        claim: SessionClaim | None = None,
-        images: Sequence[ImageFile] = (),
+        self, session_id: str, rows: Sequence[Row], claim: SessionClaim | None = None, images: Sequence[ImageFile] = ()
     ) -> None:
-        """All rows and the images that they are the first to refer to, or nothing. Requires an open session, an
+        """All rows, and the images that they are the first to refer to, or nothing. Requires an open session, an
         existing parent and an unused `seq`."""
 
         def write(db: Database) -> None:
@@ -241,7 +232,7 @@ class Journal:
         await self.write(lambda db: self._delete_sessions(db, [session_id]))
 
     async def purge(self, *, older_than_s: float) -> list[str]:
-        """Deletes sessions by age since their end; returns their ids."""
+        """By age since the session's end; returns the ids."""
         limit = time.time() - older_than_s
 
         def write(db: Database) -> list[str]:
@@ -255,9 +246,8 @@ class Journal:
     def _delete_sessions(self, db: Database, session_ids: Sequence[str]) -> None:
         images: set[str] = set()
         for session_id in session_ids:
-            images.update(
-                row[0] for row in db.execute("SELECT sha256 FROM session_images WHERE session=?", (session_id,))
-            )
+            found = db.execute("SELECT sha256 FROM session_images WHERE session=?", (session_id,))
+            images.update(row[0] for row in found)
             if not db.execute("DELETE FROM sessions WHERE id=?", (session_id,)).rowcount:
                 raise SessionNotFound(f"no session {session_id!r}")
         for image in sorted(images):  # in the order of writers: none waits for another in a circle
@@ -295,7 +285,7 @@ class Journal:
         group: str | None = None,
         after: tuple[float, str] | None = None,
     ) -> list[SessionRecord]:
-        """Newest first. `after` is (creation time, id) of a session, which may be deleted by now."""
+        """Newest first. `after`: (creation time, id) of a session, which may be deleted by now."""
         where, values = _filter_sessions(state, group)
         if after is not None:
             where, values = f"{where} AND (created < ? OR (created = ? AND id > ?))", (*values, after[0], *after)
@@ -360,8 +350,7 @@ _LARGEST_GROUP = 512
 
 
 class Writer:
-    """Owns the only writing connection. Queued writes share a transaction, each in a savepoint: a failing write does
-    not affect the others."""
+    """Owns the only writing connection. Queued writes share a transaction, each in a savepoint."""
 
     def __init__(self, connection: Database) -> None:
         self._connection = connection
@@ -397,11 +386,8 @@ class Writer:
                     outcomes.append((future, *self._write_one(write)))
             self._connection.execute("COMMIT")
         except BaseException as error:  # the transaction failed as a whole: none of its writes may be acknowledged
-            outcomes = [
-                (future, None, _typed(error))
-                for _, future in group
-                if future.running() or future.set_running_or_notify_cancel()
-            ]
+            futures = [future for _, future in group if future.running() or future.set_running_or_notify_cancel()]
+            outcomes = [(future, None, _typed(error)) for future in futures]
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         for future, result, error in outcomes:

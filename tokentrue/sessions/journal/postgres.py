@@ -51,8 +51,7 @@ CREATE INDEX IF NOT EXISTS sessions_by_group ON sessions(grp);
 CREATE INDEX IF NOT EXISTS sessions_by_age ON sessions(state, ended);
 CREATE INDEX IF NOT EXISTS sessions_by_creation ON sessions(created, id)
 """
-# Notice a cut connection within seconds, and do not let a paused process's transaction keep its locks.
-# Values in the URL take precedence (`?connect_timeout=60`).
+# Notice a cut connection within seconds, and do not let a paused process keep locks. The URL takes precedence.
 CONNECT: JsonObject = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
@@ -129,9 +128,7 @@ class Lease:
     @property
     def number(self) -> int:
         if time.monotonic() > self._held_until:
-            raise JournalError(
-                "the lease of this gateway has expired: the database does not answer; sessions resume when it does"
-            )
+            raise JournalError("the lease has expired: the database does not answer; sessions resume when it does")
         return self._number
 
     def renew(self) -> None:
@@ -164,7 +161,7 @@ class Lease:
 
 
 class PostgresJournal(Journal):
-    """`name` is unique to this gateway, `address` the URL at which others reach it; `read_only=True` needs neither."""
+    """`name` is unique to this gateway, `address` the URL at which others reach it."""
 
     _has_fencing = True
 
@@ -181,10 +178,8 @@ class PostgresJournal(Journal):
                 if not read_only:
                     create_schema(connection)
                 elif connection.execute("SELECT to_regclass('sessions')").fetchone()[0] is None:
-                    raise JournalError(
-                        f"no journal at {self.target}: the database has no sessions table; "
-                        "give what `serve --store` was given"
-                    )
+                    cure = "give what `serve --store` was given"
+                    raise JournalError(f"no journal at {self.target}: the database has no sessions table; {cure}")
                 reader = opened.enter_context(closing(Connection(target, read_only=True)))
                 if not read_only:
                     self._lease = Lease(target, name=name, address=address, length_s=lease_s)
@@ -227,18 +222,15 @@ class PostgresJournal(Journal):
         return self.submit(write).result()
 
     def lock_image(self, db: Database, sha256: str, strength: str) -> bool:
-        """Waits for another gateway that is about to refer to it, or to delete it."""
+        """Waits for a gateway that is about to refer to it, or to delete it."""
         return db.execute(f"SELECT 1 FROM images WHERE sha256=? FOR {strength}", (sha256,)).fetchone() is not None
 
     def check_owner(self, db: Database, session_id: str, claim: SessionClaim | None) -> None:
         """Locks the session's row until the transaction ends."""
         if claim is None:
             return
-        held = db.execute(
-            "SELECT 1 FROM sessions WHERE id=? AND owner=? AND token=? FOR UPDATE",
-            (session_id, self._name, claim.token),
-        )
-        if held.fetchone() is None:
+        sql = "SELECT 1 FROM sessions WHERE id=? AND owner=? AND token=? FOR UPDATE"
+        if db.execute(sql, (session_id, self._name, claim.token)).fetchone() is None:
             raise find_owner(db, session_id)
 
 
@@ -262,9 +254,7 @@ def create_schema(connection: Connection) -> None:
         if version is None:
             connection.execute("INSERT INTO schema_version VALUES (?)", (VERSION,))
         elif version > VERSION:
-            raise JournalError(
-                f"the journal has schema {version}, this tokentrue knows {VERSION}: use a newer tokentrue"
-            )
+            raise JournalError(f"the journal has schema {version}, beyond {VERSION}: use a newer tokentrue")
         else:
             connection.execute("UPDATE schema_version SET version=?", (VERSION,))
     finally:

@@ -1,5 +1,5 @@
-"""Nodes and session records as rows of the store. Ids and log-probabilities are raw little-endian bytes, everything
-else is one JSON object. A row stores tools only if they differ from the parent's."""
+"""Nodes and session records as rows. Ids and log-probabilities are raw little-endian bytes, everything else is one JSON
+object. A row stores tools only if they differ from the parent's."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def pack_replay(routing: RoutedExperts | None, mask: SamplingMask | None) -> tup
 
 def unpack_replay(blob: bytes | None, body: JsonMapping) -> tuple[RoutedExperts | None, SamplingMask | None]:
     layout = body.get("replay")
-    if layout is None and blob is not None:  # a row of an older release: experts of the sampled positions only
+    if layout is None and blob is not None:  # of an older release: of the sampled positions only
         return RoutedExperts(shape=tuple(body["routed_shape"]), data=blob, start=body["prompt_length"] - 1), None
     if layout is None:
         return None, None
@@ -201,9 +201,8 @@ class Rewards:
 
 @record
 class SessionRecord:
-    """`sampling` holds the pinned values, `pin` names the pinned prompts. `first_key_hash` verifies signatures on
-    reasoning after the API key was replaced. `late_keys`: request keys that joined a turn while its nodes were being
-    written."""
+    """`sampling`: the pinned values; `pin`: the pinned prompts. `first_key_hash` verifies signatures on reasoning after
+    the API key was replaced. `late_keys`: request keys that joined a turn while its nodes were being written."""
 
     id: str
     group: str | None = None

@@ -1,7 +1,6 @@
-"""SQLite stores: their file, their tables with migrations, and their locks.
-
-A server holds an exclusive lock beside the store, its workers share a second one. If the supervisor is killed, its
-workers first finish what they generate, and the next server waits for them: two processes never write one session."""
+"""SQLite stores: file, tables with migrations, locks. A server holds an exclusive lock beside the store, its workers
+share a second one. If the supervisor is killed, its workers first finish what they generate, and the next server waits
+for them: two processes never write one session."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ class SqliteFile:
 
     def create(self) -> None:
         """Readable by its owner only; SQLite gives its other files the same mode."""
-        # Never open an existing file outside SQLite: closing it drops the POSIX locks that SQLite holds on it in this
-        # process, and a reader could then delete the WAL with the newest turns.
+        # Never open an existing file outside SQLite: closing it drops the locks that SQLite holds on it, and a reader
+        # could then delete the WAL with the newest turns.
         if self.in_memory or self._read_only:
             return
         try:
@@ -94,18 +93,16 @@ def _open(path: str) -> sqlite3.Connection:
 
 class _FileLock:
     def __init__(self, store: str | Path, suffix: str) -> None:
-        # Resolved: a link to the store or to its folder names the same store.
+        # A link to the store or to its folder names the same store.
         path = Path(f"{os.path.realpath(str(store).removeprefix('sqlite:'))}.{suffix}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise JournalError(
-                f"cannot open the journal {store}: {error}; give a writable path, or --store memory"
-            ) from error
+            raise JournalError(f"cannot open the journal {store}: {error}; give a writable path") from error
 
     def lock(self, operation: int) -> bool:
-        """False if another process, or another object of this process, holds it."""
+        """False if another process, or another object of this one, holds it."""
         try:
             fcntl.flock(self.file, operation)
         except BlockingIOError:
@@ -235,7 +232,7 @@ def refuse_foreign(connection: sqlite3.Connection) -> None:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Each step in a transaction; refuses a journal from a newer release."""
+    """Each step in a transaction."""
     while (version := read_version(connection)) < VERSION:
         connection.execute("BEGIN IMMEDIATE")
         try:

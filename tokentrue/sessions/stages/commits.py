@@ -1,4 +1,4 @@
-"""Builds nodes from generated choices, and replies from nodes. `turn` writes them."""
+"""Nodes from generated choices, and replies from nodes. `turn` writes them."""
 
 from __future__ import annotations
 
@@ -117,9 +117,8 @@ async def replies_from_record(nodes: Sequence[Node], *, tree: Tree, renderer: Re
     replies: list[Reply] = []
     for node in sorted(nodes, key=lambda node: node.choice):
         ids, prompt_ids = node.sampled_ids, tree.prompt_ids(node)
-        parsed = await run_by_size(
-            renderer.parse, CHARS_PER_ID * len(ids), ids, prompt_ids=prompt_ids, tools=node.tools
-        )
+        chars = CHARS_PER_ID * len(ids)
+        parsed = await run_by_size(renderer.parse, chars, ids, prompt_ids=prompt_ids, tools=node.tools)
         completion = Completion(
             token_ids=node.sampled_ids,
             logprobs=tuple(node.logprobs),

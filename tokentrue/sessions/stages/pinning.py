@@ -1,6 +1,6 @@
 """Pinned prompts: a conversation keeps its first system prompt, whatever the agent sends later (a clock, a list of
 files). A request that continues a recorded turn is read as if it began with that turn's system prompt. The tools and
-all messages after it decide what is continued; only the record decides."""
+all messages after it decide what is continued."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokentrue.types import Message, Messages
 
 @record
 class PinnedRequest:
-    """`conversation` is what the model gets, `replaced` the client's prompt, if it differs."""
+    """`conversation`: what the model gets; `replaced`: the client's prompt, if it differs."""
 
     conversation: Conversation
     prompt: tuple[Message, ...] = ()
@@ -56,9 +56,9 @@ class PinnedPrompts:
         return tuple(messages[: _count_prompt(messages)])
 
     def _find_prompt(self, sent: tuple[Message, ...], conversation: Conversation) -> tuple[Message, ...]:
-        """Of the conversation that the messages after `sent` continue; `sent` if they continue none."""
-        # Of several continued equally far, take the one that was sent this very prompt. Otherwise the choice would be a
-        # guess, and a new conversation is better than the wrong one.
+        """Of the conversation that the messages after `sent` continue; else `sent`."""
+        # Of several continued equally far, the one that was sent this very prompt. Any other would be a guess, and a
+        # new conversation is better than the wrong one.
         rest = conversation.facts[len(sent) :]
         roots = self._roots.get(_root_key(rest[0].message, conversation.tools_digest), ())
         found = {root.id: self.prompt(root) for root in roots if self._end_of_replay(root, rest, 0)}
@@ -71,7 +71,7 @@ class PinnedPrompts:
         return sent if not found or _has_several(found.values()) else next(iter(found.values()))
 
     def _find_deepest(self, root: Node, rest: Sequence[ConversationMessage]) -> tuple[Node, int]:
-        """The last turn after `root` that `rest` replays, and the number of messages up to it."""
+        """The last turn after `root` that `rest` replays, and where it ends."""
         best, waiting = (root, 0), [(root, 0)]
         while waiting:
             node, start = waiting.pop()

@@ -1,5 +1,4 @@
-"""Builds a prompt: the recorded ids, untouched, and what the renderer adds; or a new root if it refuses. Of turns
-sampled elsewhere it adds the recorded ids."""
+"""Builds a prompt: the recorded ids, untouched, and what the renderer adds; or a new root if it refuses."""
 
 from __future__ import annotations
 
@@ -107,9 +106,7 @@ def _extend_by_parts(
         if isinstance(extension, Refusal):
             return extension
         if len(extension.prefix_ids) != len(ids):
-            raise TokenContractError(
-                f"the renderer changed the prefix of node {node.id}: {len(ids)} ids became {len(extension.prefix_ids)}"
-            )
+            raise TokenContractError(f"the renderer changed the prefix of node {node.id}")
         by = len(ids) - start
         for span in extension.spans:
             message = None if span.message is None else span.message + first
@@ -142,7 +139,7 @@ async def _has_same_context(
             for settings in (root.template_kwargs, template_kwargs)
         ]
         short, long = sorted(renders, key=len)
-        # One continues where the other ends, or they differ only in the last token.
+        # They may differ in the last token.
         return long[: len(short) - 1] == short[:-1]
 
     return await run_by_size(compare, count_chars(messages))
