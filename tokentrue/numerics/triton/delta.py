@@ -20,14 +20,7 @@ from torch import Tensor
 from tokentrue.errors import ExactnessError
 from tokentrue.numerics.ops import DeltaInputs, DeltaStates, Packed
 from tokentrue.numerics.triton.elementwise import activate, scale_row, warps_for
-from tokentrue.numerics.triton.launch import (
-    align_rows,
-    cdiv,
-    launch,
-    let_next_start,
-    power_of_two,
-    wait_for_inputs,
-)
+from tokentrue.numerics.triton.launch import align_rows, cdiv, launch, let_next_start, power_of_two, wait_for_inputs
 
 BLOCK = 16
 TAPS = 4
