@@ -1,4 +1,4 @@
-"""tokentrue sessions STORE_OR_URL [list | show ID | delete ID]."""
+"""tokentrue sessions STORE_OR_URL [list | show ID | delete ID]: the sessions of a journal or of a running gateway."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def command(
                 listed = [summary for each in listed for summary in summarise_remote(opened, each)]
             answer: JsonObject = {"sessions": listed}
         elif action == "show":
-            answer = opened.session_state(name)
+            answer = show_session(opened, name)
         else:
             opened.delete_session(name)
             answer = {"deleted": name}
@@ -76,6 +76,19 @@ def command(
     return 0
 
 
+def show_session(opened: Client | JournalSource, name: str) -> JsonObject:
+    try:
+        return opened.session_state(name)
+    except SessionNotFound as error:
+        found = [each for each in session_ids(opened) if each.startswith(name)]
+        if len(found) == 1:
+            return opened.session_state(found[0])
+        if not found:
+            raise
+        listed = f"{', '.join(found[:3])}{', …' if len(found) > 3 else ''}"
+        raise SessionNotFound(f"{error}: {len(found)} begin with it: {listed}") from error
+
+
 def session_ids(opened: Client | JournalSource, group: str | None = None) -> Iterator[str]:
     if isinstance(opened, JournalSource):
         yield from opened.session_ids(group)
@@ -87,7 +100,9 @@ def session_ids(opened: Client | JournalSource, group: str | None = None) -> Ite
 
 
 class JournalSource:
-    """A store with the methods of `Client`. Refuses to delete while a server has the session."""
+    """A store with the methods of `Client`. Refuses to delete while a server uses the file, or a gateway on PostgreSQL
+    owns the session.
+    """
 
     def __init__(self, store: str) -> None:
         self._store = require_store(store)
