@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import Report
-from benchmarks.gpu.peers import Peer, PeerResult, is_available
+from benchmarks.gpu.peers import Peer, PeerResult, is_agents, is_available
 from benchmarks.gpu.random_models import (
     AGENT_LENGTH,
     AGENT_TOKENS,
@@ -51,6 +51,7 @@ LOADS: dict[str, dict[str, str]] = {
     "gpt-oss": {"gpt-oss-20b": "plain"},
     "hybrid": {"Qwen3.5-4B": "plain", "Qwen3-Next": "plain", "4B": "plain"},
     "agents": {"8B": "agents", "30B-A3B": "agents"},
+    "lora-agents": {"8B": "lora agents"},
     "plain": {"8B": "plain", "0.6B": "plain", "30B-A3B": "plain"},
 }
 Row = tuple[str, int, float, int, int, str]  # kind, sequences, tokens per second, differing, tokens, GB of a step
@@ -90,7 +91,7 @@ def waves(jobs: dict[str, list[str]]) -> Iterator[list[str]]:
     for shape, kinds in jobs.items():
         # A peer holds the model of transformers, its own copy of it, and its caches.
         weights = sum(p.numel() for p in model_of(shape, device="meta").parameters()) * 2 * 2 / 2**30
-        need = sum(weights + (48 if "agents" in group else 14) for group in separate(kinds))
+        need = sum(weights + (48 if any(is_agents(kind) for kind in group) else 14) for group in separate(kinds))
         if wave and need > free:
             yield wave
             wave, free = [], PEER_GIB
@@ -102,7 +103,7 @@ def waves(jobs: dict[str, list[str]]) -> Iterator[list[str]]:
 
 def separate(kinds: Sequence[str]) -> list[list[str]]:
     """The kinds for each process of a peer: adapters cost its other requests something, so they get their own."""
-    groups = [[kind for kind in kinds if kind != "lora"], [kind for kind in kinds if kind == "lora"]]
+    groups = [[kind for kind in kinds if "lora" not in kind], [kind for kind in kinds if "lora" in kind]]
     return [group for group in groups if group]
 
 
@@ -131,21 +132,30 @@ def measure_exact(shape: str, kinds: Sequence[str]) -> Iterator[Row]:
 
     counts, output = counts_of(shape)
     tokens = max(counts) * (PROMPT + output + 256)
-    options = {"max_len": AGENT_LENGTH, "kv_tokens": max(tokens, AGENT_TOKENS)} if "agents" in kinds else {}
+    options = {}
+    if any(is_agents(kind) for kind in kinds):
+        options = {"max_len": AGENT_LENGTH, "kv_tokens": max(tokens, AGENT_TOKENS)}
     model = model_of(shape)
     with engine_of(model, **{"kv_tokens": tokens, **options}) as engine:
         if "plain" in kinds:
             for count in counts:
                 yield row("plain", model, engine, count, output, [None])
+        names = [f"a{i}" for i in range(4)]
+
+        def load(most: int) -> list[str]:
+            for i, name in enumerate(names[:most]):
+                engine.load_adapter(name, adapter_state(model, i), config={"lora_alpha": ALPHA, "r": RANK})
+            return names[:most]
+
         if "lora" in kinds:
-            names = [f"a{i}" for i in range(4)]
-            for kind, loaded in (("lora", names[:1]), ("4 adapters", names)):
-                for i, name in enumerate(loaded):
-                    engine.load_adapter(name, adapter_state(model, i), config={"lora_alpha": ALPHA, "r": RANK})
+            for kind, most in (("lora", 1), ("4 adapters", 4)):
+                loaded = load(most)
                 for count in counts if len(loaded) == 1 else counts[1:]:
                     yield row(kind, model, engine, count, output, loaded)
         if "agents" in kinds:
-            yield from agents(model, engine)
+            yield from agents("agents", model, engine, None)
+        if "lora agents" in kinds:
+            yield from agents("lora agents", model, engine, load(1)[0])
 
 
 def row(kind: str, model: Any, engine: ExactEngine, count: int, output: int, adapters: Sequence[str | None]) -> Row:
@@ -200,21 +210,26 @@ def differing(model: Any, engine: ExactEngine, run: Run) -> tuple[int, int]:
     return wrong, total
 
 
-def agents(model: Any, engine: ExactEngine) -> Iterator[Row]:
+def agents(kind: str, model: Any, engine: ExactEngine, adapter: str | None) -> Iterator[Row]:
     """One round without, one with the openings in the prefix cache."""
     from benchmarks.engine_gpu import Run, generate, plain
 
-    generate(engine, prompts_of(SESSIONS, 600, seed=5), [plain(20, seed=s) for s in range(SESSIONS)])
+    generate(
+        engine,
+        prompts_of(SESSIONS, 600, seed=5),
+        [plain(20, seed=s) for s in range(SESSIONS)],
+        [adapter] * SESSIONS,
+    )
     for at, state in enumerate(("cold", "warm")):
         start = time.perf_counter()
-        turns = asyncio.run(run_sessions(engine, at))
+        turns = asyncio.run(run_sessions(engine, at, adapter))
         rate = sum(len(completion.token_ids) for _, completion in turns) / (time.perf_counter() - start)
         last = sorted(turns, key=lambda turn: -len(turn[0]))[:SESSIONS]  # each holds its session's earlier turns
-        run = Run([p for p, _ in last], [c for _, c in last], 1.0, [1.0] * len(last), [None] * len(last))
-        yield f"agents, {state}", SESSIONS, rate, *differing(model, engine, run), ""
+        run = Run([p for p, _ in last], [c for _, c in last], 1.0, [1.0] * len(last), [adapter] * len(last))
+        yield f"{kind}, {state}", SESSIONS, rate, *differing(model, engine, run), ""
 
 
-async def run_sessions(engine: ExactEngine, at: int) -> list[tuple[list[int], Completion]]:
+async def run_sessions(engine: ExactEngine, at: int, adapter: str | None) -> list[tuple[list[int], Completion]]:
     """The prompt and the completion of every turn. Each round samples other tokens: only openings are shared."""
     from benchmarks.engine_gpu import plain
 
@@ -224,7 +239,8 @@ async def run_sessions(engine: ExactEngine, at: int) -> list[tuple[list[int], Co
         history = list(openings[i % GROUPS])
         for turn in range(TURNS):
             history += prompts_of(1, GIVEN, seed=1000 * i + turn)[0]
-            completion = await engine.generate(history, plain(SAMPLED, seed=10_000 * at + 100 * i + turn))
+            sampling = plain(SAMPLED, seed=10_000 * at + 100 * i + turn)
+            completion = await engine.generate(history, sampling, adapter=adapter)
             turns.append((list(history), completion))
             history += completion.token_ids
 

@@ -68,6 +68,10 @@ def is_available(name: str) -> bool:
     return bool(os.environ.get(PEERS[name]))
 
 
+def is_agents(kind: str) -> bool:
+    return kind.endswith("agents")
+
+
 class Peer:
     """A process that prepares one engine for one shape; one that fails says why and has no results."""
 
@@ -135,9 +139,11 @@ def measure_vllm(place: str, shape: str, kinds: Sequence[str], *, invariant: boo
     config = model.config
     hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
     token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    held = AGENT_TOKENS if "agents" in kinds else max(counts) * (PROMPT + output + 64)
-    options: dict[str, Any] = {"max_model_len": AGENT_LENGTH if "agents" in kinds else 4096}
-    if "lora" in kinds:
+    sessions = [kind for kind in kinds if is_agents(kind)]
+    held = AGENT_TOKENS if sessions else max(counts) * (PROMPT + output + 64)
+    options: dict[str, Any] = {"max_model_len": AGENT_LENGTH if sessions else 4096}
+    adapted = any("lora" in kind for kind in kinds)
+    if adapted:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16}
     if hybrid:  # states in float32, as the configuration of Qwen3.5 asks and the exact engine has them
         options |= {"additional_config": {"gdn_prefill_backend": "triton"}, "mamba_ssm_cache_dtype": "float32"}
@@ -146,10 +152,10 @@ def measure_vllm(place: str, shape: str, kinds: Sequence[str], *, invariant: boo
         config.save_pretrained(folder)
         llm = LLM(
             model=folder, runner="generate", skip_tokenizer_init=True, load_format="in_memory", dtype="bfloat16", max_num_seqs=256,
-            enable_prefix_caching="agents" in kinds, gpu_memory_utilization=0.1,
+            enable_prefix_caching=bool(sessions), gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=12 * 2**30 if hybrid else token * held, **options,
         )  # fmt: skip
-        adapter = {"lora_request": write_adapter(model, folder)} if "lora" in kinds else {}
+        adapter = {"lora_request": write_adapter(model, folder)} if adapted else {}
         yield None
 
         def sampling(tokens: int) -> Any:
@@ -165,7 +171,7 @@ def measure_vllm(place: str, shape: str, kinds: Sequence[str], *, invariant: boo
             spent = time.perf_counter() - start
             return count * tokens / spent, prompts, [f.outputs[0] for f in found]
 
-        for kind in sorted(set(kinds) - {"agents"}):
+        for kind in sorted(set(kinds) - set(sessions)):
             for count in counts:
                 generate(count, 20, 100 * count)
                 runs = sorted((generate(count, output, 100 * count + 1 + i) for i in range(ROUNDS)), key=lambda r: r[0])
@@ -173,13 +179,13 @@ def measure_vllm(place: str, shape: str, kinds: Sequence[str], *, invariant: boo
                 yield PeerResult(
                     kind=kind, count=count, rate=rate, **compare(model, prompts[:COMPARED], found[:COMPARED])
                 )
-        if "agents" in kinds:
+        for kind in sessions:
             generate(32, 20, 5)
             for state in ("cold", "warm"):
-                rate, turns = run_sessions(llm.llm_engine, sampling, state)
+                rate, turns = run_sessions(llm.llm_engine, sampling, state, adapter)
                 last = sorted(turns, key=lambda turn: -len(turn[0]))[:ROWS]
                 found = compare(model, [p for p, _ in last], [c for _, c in last], rows=1)
-                yield PeerResult(kind=f"agents, {state}", count=32, rate=rate, **found)
+                yield PeerResult(kind=f"{kind}, {state}", count=32, rate=rate, **found)
 
 
 def register_loader(model: Any) -> None:
@@ -252,7 +258,9 @@ def write_adapter(model: Any, folder: str) -> Any:
     return LoRARequest("a0", 1, str(place))
 
 
-def run_sessions(engine: Any, sampling: Any, state: str) -> tuple[float, list[tuple[list[int], Any]]]:
+def run_sessions(
+    engine: Any, sampling: Any, state: str, adapter: dict[str, Any]
+) -> tuple[float, list[tuple[list[int], Any]]]:
     """Tokens per second, and the prompt and the output of every turn: each session's next turn follows its last one."""
     from benchmarks.gpu.random_models import GIVEN, GROUPS, OPENING, SAMPLED, SESSIONS, TURNS, prompts_of
 
@@ -264,7 +272,7 @@ def run_sessions(engine: Any, sampling: Any, state: str) -> tuple[float, list[tu
     def ask(session: int, turn: int) -> None:
         histories[session] += given[session][turn]
         prompt = {"prompt_token_ids": list(histories[session])}
-        engine.add_request(f"{state} {session} {turn}", prompt, sampling(SAMPLED))
+        engine.add_request(f"{state} {session} {turn}", prompt, sampling(SAMPLED), **adapter)
 
     for session in range(SESSIONS):
         ask(session, 0)
