@@ -61,7 +61,9 @@ class SessionSettings(TypedDict, total=False):
 def _connection_options(url: str, admin_key: str | None, timeout_s: float) -> dict[str, Any]:
     base_url, key = url.rstrip("/"), admin_key or os.environ.get(ADMIN_KEY)
     if not base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url!r} is not the URL of a gateway, such as http://127.0.0.1:8000")
+        raise ConfigError(
+            f"{url!r} is not the URL of a gateway; `tokentrue serve` prints one such as http://127.0.0.1:8000"
+        )
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return {"base_url": base_url, "timeout": timeout_s, "headers": headers}
 

@@ -41,7 +41,9 @@ class RoutedExperts:
         if len(self.data) != 2 * count:
             raise TokenContractError(f"routed experts: {len(self.data)} bytes do not make int16 of shape {self.shape}")
         if self.weights is not None and len(self.weights) != 4 * count:
-            raise TokenContractError(f"routed experts: {len(self.weights)} bytes, weights of shape {self.shape}")
+            raise TokenContractError(
+                f"routed experts: {len(self.weights)} bytes do not make float32 weights of shape {self.shape}"
+            )
         if self.start < 0:
             raise TokenContractError(f"routed experts: start at position {self.start}")
 
@@ -136,7 +138,9 @@ class TopLogprobs(SamplingMask):
     def __post_init__(self) -> None:
         SamplingMask.__post_init__(self)
         if len(self.logprobs) != 8 * len(self.token_ids):
-            raise TokenContractError(f"top log-probabilities: {len(self.logprobs)} bytes, {len(self.token_ids)} ids")
+            raise TokenContractError(
+                f"top log-probabilities: {len(self.logprobs)} bytes do not make float64 for {len(self.token_ids)} ids"
+            )
 
     @classmethod
     def from_tops(cls, tops: Sequence[tuple[Mapping[int, float], int]]) -> TopLogprobs:

@@ -111,7 +111,9 @@ class Session:
         self.limits = limits or SessionLimits()
         follows = renderer.history
         if history not in (None, follows):
-            raise ConfigError(f"history={history!r}, but the renderer has history={follows!r}: load it with that")
+            raise ConfigError(
+                f"history={history!r}, but the renderer was loaded with history={follows!r}: load it with the same one"
+            )
         if side_requests not in ("leave_out", "train"):
             raise ConfigError(f"side_requests: {side_requests!r} is not one of leave_out, train")
         self.record = _record or SessionRecord(
@@ -162,7 +164,9 @@ class Session:
             lambda: (journal.acquire(session_id), journal.get(session_id), journal.rows(session_id))
         )
         if (record.template, record.tokenizer) != (renderer.template_hash, renderer.tokenizer_hash):
-            raise SessionConflict(f"session {session_id!r} has another template or tokenizer; open it with that")
+            raise SessionConflict(
+                f"session {session_id!r} was recorded with another template or tokenizer; open it with that one"
+            )
         tree = await asyncio.to_thread(tree_from_rows, record, rows)
         return cls(
             renderer=renderer,

@@ -79,7 +79,9 @@ def require_mask(mask: SamplingMask | None, token_ids: Sequence[int]) -> None:
     if len(mask) != len(token_ids):
         raise TokenContractError(f"the sampling mask has {len(mask)} rows for {len(token_ids)} tokens")
     if (index := mask.first_missing(token_ids)) is not None:
-        raise TokenContractError(f"token {token_ids[index]} at {index} is not in its sampling mask")
+        raise TokenContractError(
+            f"token {token_ids[index]} at {index} is not among the ids that its sampling mask kept"
+        )
 
 
 class Finish(StrEnum):
@@ -483,7 +485,9 @@ class Sample:
             ("top log-probabilities have", self.top_logprobs),
         ):
             if rows is not None and len(rows) != lengths[0]:
-                raise TokenContractError(f"sample {self.sample_id}: {name} {len(rows)} rows for {lengths[0]} tokens")
+                raise TokenContractError(
+                    f"sample {self.sample_id}: the {name} {len(rows)} rows for {lengths[0]} tokens"
+                )
 
 
 @record

@@ -69,7 +69,9 @@ class TrainRun:
             # Settings of engine and rollouts are allowed: one file serves `tokentrue rollout` and this.
             for key in (each.name for each in fields(EvaluationConfig)):
                 if getattr(self.evaluation, key) != getattr(EvaluationConfig(), key):
-                    raise ConfigError(f"evaluation.{key}: has no effect with samples; leave one of them out")
+                    raise ConfigError(
+                        f"evaluation.{key}: has no effect with samples, which train from a file; leave one of them out"
+                    )
         elif self.train.exact and self.engine.name != "exact":
             find_address(self.engine.name)
             cure = "set train.exact=false, or use the exact engine"

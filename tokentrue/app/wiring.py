@@ -333,5 +333,5 @@ def _find_directory(engine: EngineConfig, names: set[str]) -> str:
     if Path(name).is_dir() or name == SMALL_MODEL.name:
         return name
     raise ConfigError(
-        f"the {engine.name} engine serves {name!r}, no directory here: give --model its directory or hub id"
+        f"the {engine.name} engine serves {name!r}, which is no directory here: give --model its directory or hub id"
     )

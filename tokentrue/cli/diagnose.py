@@ -119,7 +119,10 @@ def command(
         (trainer is None) != (trainer_logprobs is None),
         "pass either --trainer MODEL or --trainer-logprobs FILE: the trainer's side of the comparison",
     )
-    checks.require(write_logprobs is None or trainer is not None, "--write-logprobs needs --trainer MODEL")
+    checks.require(
+        write_logprobs is None or trainer is not None,
+        "--write-logprobs writes what --trainer computes; give --trainer MODEL",
+    )
     checks(require_dtype, dtype)
     checks(require_device_name, device)
     checks(require_file, "-o", out)

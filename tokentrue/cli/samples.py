@@ -76,7 +76,9 @@ def command(
             reasons.update(made.coverage.untrained_by_reason)
             for sample in made.samples:
                 if sample.images and is_stream(out):
-                    raise ConfigError(f"sample {sample.sample_id} has images, which need -o FILE")
+                    raise ConfigError(
+                        f"sample {sample.sample_id} has images, whose files are beside a file: give -o FILE"
+                    )
                 folder.write(sample, opened.session_image)
                 yield sample
         if group is not None and not counts["sessions"]:  # an error, not an empty file

@@ -40,7 +40,9 @@ def command(
 
     if is_url(source):
         if model is not None or trainer_logprobs is not None:
-            raise ConfigError("--model and --trainer-logprobs are for a store or a file: a gateway has its own")
+            raise ConfigError(
+                "--model and --trainer-logprobs: a gateway shows its own model; they are for a store or a file"
+            )
         opened = data = GatewayData(source, key=None)
     else:
         trainer = None if trainer_logprobs is None else read_trainer_logprobs(trainer_logprobs)

@@ -75,7 +75,9 @@ def plan_groups(tasks: Sequence[Task], *, n: int, seed: int, tag: str = "") -> l
     plans: list[Plan] = []
     for task in tasks:
         if not is_utf8(task.task_id):
-            raise ConfigError(f"tasks: the id {task.task_id!r} holds a lone surrogate; choose another id")
+            raise ConfigError(
+                f"tasks: the id {task.task_id!r} holds a lone surrogate, which UTF-8 cannot hold; choose another id"
+            )
         group = f"{tag}/{task.task_id}" if tag else task.task_id
         for i in range(n):
             plans.append(Plan(key=f"{group}/{i}", group=group, index=i, task=task, seed=derive_seed(seed, group, i)))

@@ -83,8 +83,9 @@ class ApiKeys:
         the query (Google)."""
         presented = read_key(headers) or in_url
         if presented is None:
-            named = "Authorization: Bearer, x-api-key or x-goog-api-key"
-            raise HttpError(401, "missing_key", f"send the session's api_key as {named}")
+            raise HttpError(
+                401, "missing_key", "send the session's api_key as Authorization: Bearer, x-api-key or x-goog-api-key"
+            )
         if self.is_admin(presented):
             if named is not None:
                 return SessionAccess(session_id=named, key_hash=None)

@@ -173,7 +173,9 @@ def collapse_images(engine: str, ids: TokenIds, images: Sequence[PromptImage]) -
 def refuse_unknown_extra(engine: str, sampling: Sampling, known: frozenset[str]) -> None:
     if unknown := sorted(set(sampling.extra) - known):
         supported = ", ".join(sorted(known)) or "none"
-        raise SamplingError(f"engine {engine!r} does not support {', '.join(unknown)}; it takes: {supported}")
+        raise SamplingError(
+            f"engine {engine!r} does not support {', '.join(unknown)}; supported extra settings: {supported}"
+        )
 
 
 def refuse_constraints(engine: str, extra: JsonMapping) -> None:

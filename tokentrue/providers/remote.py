@@ -155,7 +155,9 @@ class EngineHttp:
 
     def _check_size(self, path: str, size: int, limit: int) -> None:
         if size > limit:
-            raise EngineContractError(f"{self.url}{path} answers with more than {limit >> 20} MiB")
+            raise EngineContractError(
+                f"{self.url}{path} answers with more than {limit >> 20} MiB, which no answer to this request takes"
+            )
 
     async def _respond(
         self, method: str, path: str, body: JsonMapping | bytes | None, retries: int
@@ -476,7 +478,9 @@ class RemoteEngine(Streaming):
         running, end = len(self._running), time.monotonic() + ABORT_S
         while self._running:
             if time.monotonic() > end:
-                raise EngineTimeout(f"the engine did not abort {len(self._running)} generations in {ABORT_S:g} s")
+                raise EngineTimeout(
+                    f"the engine did not end {len(self._running)} aborted generations within {ABORT_S:g} s"
+                )
             await self._abort(sorted(self._running))
             await asyncio.sleep(ABORT_RETRY_S if self._running else 0)
         return running

@@ -162,7 +162,9 @@ def turn_from_line(value: JsonValue, where: str, *, encode: Encode | None, stop_
 def _ids_from_text(line: ScriptLine, encode: Encode | None, stop_id: int | None) -> TokenIds:
     text = str(line.text)
     if encode is None:
-        raise ConfigError("a script with texts needs encode= (a renderer's encode_sampled), or token_ids")
+        raise ConfigError(
+            "a script with texts needs a tokenizer: pass encode= (a renderer's encode_sampled), or write token_ids"
+        )
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
         raise FileFormatError("text holds a lone surrogate, which no tokenizer can encode")
     ids = list(encode(text))

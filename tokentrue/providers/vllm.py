@@ -156,7 +156,9 @@ class VLLMProvider(RemoteEngine):
         scored = [(row or {}).get(str(token)) for row, token in zip(rows[1:], token_ids[1:], strict=False)]
         found = [each.logprob for each in scored if each is not None and each.logprob is not None]
         if len(rows) != len(token_ids) or len(found) != len(token_ids) - 1:
-            raise EngineContractError(f"{self.url}{path} returned no log-probability for some token to score")
+            raise EngineContractError(
+                f"{self.url}{path} returned no log-probability for some of the {len(token_ids)} tokens to score"
+            )
         return found
 
     async def pause_for_weights(self) -> None:
@@ -171,7 +173,9 @@ class VLLMProvider(RemoteEngine):
         else:
             answer = orjson.loads(await self._post("/reset_prefix_cache?reset_running_requests=true") or b"{}")
             if not answer.get("success"):
-                raise EngineRejected("vllm did not clear its prefix cache of the old weights")
+                raise EngineRejected(
+                    "vllm did not clear its prefix cache, which has keys and values of the old weights"
+                )
         await self._reset_encoder_cache()
         await self._post("/update_weight_version", {"new_version": str(written.version)})
         await self._require_version(written.version)
@@ -183,7 +187,9 @@ class VLLMProvider(RemoteEngine):
             await self._post("/reset_encoder_cache")
         except EngineContractError as error:  # the server has no such route: it matters only if images were sent
             if self._takes_images:
-                raise EngineRejected(f"vllm cannot clear its cache of images: {error}") from error
+                raise EngineRejected(
+                    f"vllm cannot clear its cache of images, which old weights computed: {error}"
+                ) from error
 
     async def _info(self) -> WeightInfo:
         return await self._http.read_as(WeightInfo, "GET", "/weight_info")
@@ -318,7 +324,9 @@ class VLLMAnswer:
             raise EngineContractError("vllm returned no log-probabilities; is --max-logprobs 0?")
         rows = rows_from_columns(choice.logprobs) if choice.logprobs.content is None else choice.logprobs.content
         if [row.token_id for row in rows] != ids:
-            raise EngineContractError("vllm's token_ids and logprobs differ; is it too old for return_token_ids?")
+            raise EngineContractError(
+                "vllm's token_ids and logprobs name different tokens; is this vLLM too old for return_token_ids?"
+            )
         kept = choice.sampling_mask if self._sampling.truncates else None
         # Events do not carry the weight version.
         self.builder.append(ids, [row.logprob for row in rows], version=self._engine.version, kept=kept)

@@ -145,7 +145,9 @@ def _find_source(tokenizer: ChatTokenizer, chat_template: str | None) -> str:
     if is_object(own):
         own = own.get("tool_use") or own.get("default")
     if not isinstance(own, str) or not own:
-        raise TemplateError("chat_template: the tokenizer has none; pass chat_template=… (or --template F.jinja)")
+        raise TemplateError(
+            "chat_template: the tokenizer has none; pass one as chat_template=… (or --template F.jinja)"
+        )
     return own
 
 

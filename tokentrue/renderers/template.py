@@ -67,7 +67,9 @@ class Template:
         except MemoryError:
             raise
         except Exception as error:  # syntax errors, and errors in constants that jinja folds
-            raise TemplateError(f"chat_template: does not compile: {error}; pass a corrected one") from error
+            raise TemplateError(
+                f"chat_template: does not compile: {error}; pass a corrected one as chat_template=…"
+            ) from error
 
     def compile(self) -> None:
         _ = self._compiled
@@ -100,7 +102,9 @@ class Template:
         except TemplateError:
             raise
         except MemoryError as error:
-            raise TemplateLimitError("chat_template: out of memory; shorten the conversation") from error
+            raise TemplateLimitError(
+                "chat_template: out of memory while rendering; shorten the conversation"
+            ) from error
         except Exception as error:  # jinja's own errors, raise_exception, and Python errors out of filters and methods
             raise TemplateError(f"chat_template: {type(error).__name__}: {str(error)[:300]}") from error
 

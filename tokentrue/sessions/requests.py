@@ -56,13 +56,15 @@ class SessionLimits:
     def check_text(self, chars: int) -> None:
         if self.max_new_chars is not None and chars > self.max_new_chars:
             raise LimitExceeded(
-                f"{chars} new characters, the limit is max_new_chars={self.max_new_chars}; shorten them"
+                f"the request has {chars} new characters, the limit is max_new_chars={self.max_new_chars}; "
+                "shorten them or raise it"
             )
 
     def check_prompt(self, length: int) -> None:
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
             raise LimitExceeded(
-                f"the prompt has {length} tokens, but max_prompt_tokens={self.max_prompt_tokens}; shorten it"
+                f"the prompt has {length} tokens, the limit is max_prompt_tokens={self.max_prompt_tokens}; "
+                "shorten the conversation"
             )
 
 
@@ -128,7 +130,7 @@ def constraints_from(
     elif choice not in (None, "auto"):
         if isinstance(choice, str) and choice != "required":
             raise MessageError(
-                f"must be auto, none, required or a named function, not {echo(choice)}", field="tool_choice"
+                f"must be 'auto', 'none', 'required' or a named function, not {echo(choice)}", field="tool_choice"
             )
         if not tools:
             raise MessageError("needs tools", field="tool_choice")
@@ -139,7 +141,9 @@ def constraints_from(
         if format_["type"] == "json_schema" and not isinstance(read_object(format_, "json_schema").get("schema"), dict):
             raise MessageError("must have a JSON schema", field="response_format.json_schema.schema")
         if "tool_choice" in extra:
-            raise MessageError("cannot be enforced with tool_choice; send one of them", field="response_format")
+            raise MessageError(
+                "cannot be enforced together with tool_choice; send one of them", field="response_format"
+            )
         extra["response_format"] = format_
     return extra, tools
 

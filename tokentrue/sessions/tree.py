@@ -282,7 +282,7 @@ class Tree:
             raise TokenContractError(f"node {node.id}: prompt of {node.prompt_length} ids, but {parts}")
         if len(node.sampled_ids) != len(node.logprobs):
             raise TokenContractError(
-                f"node {node.id}: {len(node.sampled_ids)} ids, {len(node.logprobs)} log-probabilities"
+                f"node {node.id}: {len(node.sampled_ids)} sampled ids, {len(node.logprobs)} log-probabilities"
             )
         check_images(node)
         state = self.hash_prompt(parent, node.given_ids)

@@ -113,7 +113,9 @@ class CommandLineAgent:
 
     def notes(self) -> list[str]:
         if self.sandbox == "none" and any(task.tests for task in self.all_tasks):
-            raise ConfigError("tasks: Harbor tasks use /app, /tests and /logs; use sandbox='bwrap'")
+            raise ConfigError(
+                "tasks: Harbor tasks use /app, /tests and /logs, which a plain process cannot have; use sandbox='bwrap'"
+            )
         notes = [f"{self.preset.name}: each rollout runs {'in bubblewrap' if self.sandbox == 'bwrap' else UNCONFINED}"]
         if images := sum(task.has_dockerfile for task in self.all_tasks):
             notes.append(f"{images} of {len(self.all_tasks)} tasks have a Dockerfile, whose steps are not run")

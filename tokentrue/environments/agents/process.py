@@ -158,7 +158,9 @@ def reward_from_harbor(folder: Path, result: CommandResult, command: str) -> flo
             if math.isfinite(number := parse(read_reward_file(folder, name))):
                 return number
     said = result.tail.strip()[-200:]
-    raise AgentError(f"score: tests/test.sh wrote no number to /logs/verifier (exit code {result.code}): {said}")
+    raise AgentError(
+        f"score: tests/test.sh wrote no number to /logs/verifier/reward.txt (exit code {result.code}): {said}"
+    )
 
 
 def read_reward_file(folder: Path, name: str) -> str:

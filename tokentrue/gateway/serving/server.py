@@ -44,7 +44,9 @@ def is_loopback(host: str) -> bool:
 def listen(host: str, port: int, *, admin_key: str) -> socket.socket:
     """Beyond loopback the admin key must not be guessable."""
     if not is_loopback(host) and is_weak_key(admin_key):
-        raise ConfigError(f"refusing to bind {host}: TOKENTRUE_ADMIN_KEY is weak; use 16 random characters or unset it")
+        raise ConfigError(
+            f"refusing to bind {host}: TOKENTRUE_ADMIN_KEY is too weak; use 16 random characters or more, or unset it"
+        )
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:

@@ -124,7 +124,9 @@ class Journal:
         held = self._claims.get(session_id)
         if held is not None:
             if len(held.turns) and not self._has_fencing:
-                raise SessionConflict(f"session {session_id!r} is in use: another object generates for it")
+                raise SessionConflict(
+                    f"session {session_id!r} is in use: another object is generating {len(held.turns)} turn(s) for it"
+                )
             held.is_revoked = True
         claim = self._claims[session_id] = SessionClaim(session_id, turns, token)
         return claim

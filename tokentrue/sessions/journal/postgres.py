@@ -128,7 +128,9 @@ class Lease:
     @property
     def number(self) -> int:
         if time.monotonic() > self._held_until:
-            raise JournalError("the lease has expired: the database does not answer; sessions resume when it does")
+            raise JournalError(
+                "the lease of this gateway has expired: the database does not answer; sessions resume when it does"
+            )
         return self._number
 
     def renew(self) -> None:
@@ -254,7 +256,9 @@ def create_schema(connection: Connection) -> None:
         if version is None:
             connection.execute("INSERT INTO schema_version VALUES (?)", (VERSION,))
         elif version > VERSION:
-            raise JournalError(f"the journal has schema {version}, beyond {VERSION}: use a newer tokentrue")
+            raise JournalError(
+                f"the journal has schema {version}, this tokentrue knows {VERSION}: use a newer tokentrue"
+            )
         else:
             connection.execute("UPDATE schema_version SET version=?", (VERSION,))
     finally:

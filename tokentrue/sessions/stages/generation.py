@@ -172,7 +172,9 @@ def _parse(parse: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 def _check_version(version: int) -> None:
     if not -MAX_INT64 <= version <= MAX_INT64:
-        raise EngineContractError(f"policy version {version} is not a 64-bit integer; report a smaller one")
+        raise EngineContractError(
+            f"policy version {version} is not a 64-bit integer; have the engine report a smaller one"
+        )
 
 
 class _Received:

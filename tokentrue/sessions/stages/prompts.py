@@ -106,7 +106,9 @@ def _extend_by_parts(
         if isinstance(extension, Refusal):
             return extension
         if len(extension.prefix_ids) != len(ids):
-            raise TokenContractError(f"the renderer changed the prefix of node {node.id}")
+            raise TokenContractError(
+                f"the renderer changed the prefix of node {node.id}: {len(ids)} ids became {len(extension.prefix_ids)}"
+            )
         by = len(ids) - start
         for span in extension.spans:
             message = None if span.message is None else span.message + first
