@@ -94,6 +94,15 @@ def test_the_link_to_the_newest_leads_somewhere_whenever_a_save_is_killed(
     assert (tmp_path / "latest" / "state.json").is_file()
 
 
+def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / ".step-000009.partial"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    save(trainer_of(), store_in(tmp_path), Progress())
+    assert not left.exists()
+    assert [each.name for each in find_checkpoints(tmp_path)] == ["step-000000"]
+
+
 def test_a_changed_shard_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of()
     trainer.step(groups_for(small_model(), groups=2, size=3))

@@ -77,7 +77,8 @@ def save(trainer: Trainer, store: Store, progress: Progress, *, best: int | None
     partial = directory / f".{target.name}.partial"
     try:
         if ranks.first:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in directory.glob(".step-*.partial"):  # of a run that was killed while it wrote
+                shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
         ranks.all_gather_object(None)  # the directory is there
         trained: Any = trainer.model
