@@ -22,7 +22,7 @@ from tokentrue.app.wiring import ModelConfig
 from tokentrue.environments import SMALL_MODEL
 from tokentrue.errors import EngineError, FileFormatError
 from tokentrue.mismatch import loss_named
-from tokentrue.train import OptimConfig, Publisher, TrainConfig, Trainer, train
+from tokentrue.train import OptimConfig, Publisher, TrainConfig, Trainer, checkpoint, train
 from tokentrue.train.checkpoint import Progress, Store, find_checkpoints, load, save
 from tokentrue.train.config import EvaluationConfig
 from tokentrue.train.loop import Evaluator
@@ -114,6 +114,23 @@ def test_a_changed_shard_is_refused(tmp_path: Path) -> None:
     shard.write_bytes(data)
     with pytest.raises(FileFormatError, match=r"optimizer/.*distcp is missing or changed"):
         load(trainer_of(), path, store_in(tmp_path))
+
+
+def test_only_files_with_a_digest_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder may be a link to another disk; nobody's other file keeps a run from its checkpoint."""
+
+    def digest(path: Path) -> str:
+        if path.name == "notes":
+            raise PermissionError(path)
+        return own(path)
+
+    own, path = checkpoint.file_digest, save(trainer_of(), store_in(tmp_path), Progress())
+    assert path is not None
+    (path / "notes").write_text("")
+    (path / "optimizer").rename(tmp_path / "elsewhere")
+    (path / "optimizer").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(checkpoint, "file_digest", digest)
+    load(trainer_of(), path, store_in(tmp_path))
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:

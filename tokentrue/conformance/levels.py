@@ -371,11 +371,13 @@ def encode_again(image: bytes) -> bytes:
 
 
 def swap(image: bytes) -> bytes:
+    """Another picture of the same size."""
     red, green, blue = see_picture(image)[1]
     return draw_picture((green, blue, 255 - red))
 
 
 async def two_sessions(play: Play) -> None:
+    """The same picture in both, one after the other."""
     await show((2, 2))(play)
     play.foreign = {turn.generation.number for turn in play.served}
     play.served.clear()
@@ -430,6 +432,6 @@ CASES: Mapping[int, Mapping[str, Case]] = {
     },
 }
 ONE_DIALECT = {"kill", "audit", "several"}
-"""Cases that do not depend on the dialect, or that only chat has."""
+"""Cases that do not depend on the dialect, or that only chat has: run in the first one."""
 FEWEST_ROWS = {"retry": 2, "fork": 2, "compaction": 2, "sub_agents": 2, "tools_a_b": 2, "clock": 1 << 30}
 """Rows that are enough for a habit, where it is not 1."""

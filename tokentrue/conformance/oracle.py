@@ -82,7 +82,8 @@ Place = tuple[Generation, int]
 
 
 class Oracle:
-    """`log`: what the engine answered in this session, in order."""
+    """`log`: what the engine answered in this session, in order. A trained token without a log-probability is found by
+    the ids before it."""
 
     def __init__(self, log: Sequence[Generation]) -> None:
         self._log = log

@@ -42,6 +42,8 @@ class Stop(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
+    """What cases share."""
+
     target: Target
     process: TargetProcess | None
     engine: Engine

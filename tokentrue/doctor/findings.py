@@ -20,7 +20,7 @@ class Verdict(StrEnum):
 
 @record
 class Finding:
-    """One probe's answer. `fault` is one of `CAUSES`; empty where nothing is wrong."""
+    """One probe's answer. `fault` is a stable name, one of `CAUSES`; empty where nothing is wrong."""
 
     probe: str = ""  # the name of the probe, which `exam.probe` fills in
     verdict: Verdict

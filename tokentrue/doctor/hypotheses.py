@@ -156,6 +156,7 @@ def _group(units: Units) -> Mapping[str, Units]:
 def _on(
     what: str, fault: str, label: str, change: Any, grid: Sequence[float] = (0.0,), fit: str = "", **how: Any
 ) -> Hypothesis:
+    """`what`: the trial's "inputs", "positions", "outputs" or "reports"."""
     units = {"": lambda trial, x: setattr(trial, what, lambda *given: change(*given, x))}
     return Hypothesis(fault, label, units, grid, fit, is_output=what in ("outputs", "reports"), **how)
 
@@ -237,6 +238,7 @@ def biased(bias: Mapping[int, float]) -> Hypothesis:
 
 
 def edited(edits: Mapping[tuple[int, ...], Observation], label: str, fault: str) -> Hypothesis:
+    """By the ids of the whole observation."""
     return _on("inputs", fault, label, lambda seen, x: edits.get(seen.token_ids, seen))
 
 
@@ -420,6 +422,7 @@ def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> I
 
 
 def _keep_shard(now: Tensor, x: float, *, was: Tensor, count: int, is_last: bool) -> Tensor:
+    """One rank of tensor parallelism has other weights: rows, or columns where sums are split."""
     size = now.shape[-1 if is_last else 0]
     places = torch.arange(size) * count // size == x
     return torch.where(places if is_last else places[:, None], was, now)

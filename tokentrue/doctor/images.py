@@ -49,8 +49,8 @@ async def probe_images(exam: Examination, findings: Sequence[Finding]) -> list[F
 
 
 async def _count(exam: Examination, seen: list[tuple[list[PromptImage], Observation]]) -> Finding:
-    """Adapters refuse an engine that makes another number of tokens of a prompt. The second and the last request have
-    the ids of the first."""
+    """Adapters refuse an engine that makes another number of tokens of a prompt. One request after the other: the
+    second and the last have the ids of the first."""
     if not isinstance(exam.provider, Seeing):
         return cannot_tell("the engine takes no images")
     await exam.provider.check_images()

@@ -328,8 +328,8 @@ async def _batch(exam: Examination) -> Finding:
 
 @probe("stability: prefix cache cold and warm")
 async def _prefix_cache(exam: Examination) -> Finding:
-    """A prompt that was never sent, then again from the cache. Then prompts that go on after answers of this engine: a
-    difference from the reference that no other prompt has is the cache's."""
+    """A prompt that was never sent, then again, maybe from a cache. Then prompts that go on after answers of this
+    engine: a difference from the reference that no other prompt has is the cache's."""
     found = await _compare(exam, "prefix_cache", exam.fresh_prompt(160, 0))
     if found.verdict is not Verdict.OK or exam.evidence is None or exam.evidence.departs:
         return found

@@ -1,9 +1,9 @@
 """One way to name a cause: fit every hypothesis on half of the tokens, confirm the best on the other half.
 
-`e` is engine - reference, in units of what correct engines of the expected dtype differ by. A cause is named only if
-its prediction leaves nothing but rounding on the other half, with the right size and without structure, and if no
-hypothesis of another name does as well; one that predicts the same numbers is listed beside it. Everything else is
-`unknown`.
+`e` is engine - reference, in units of what correct engines of the expected dtype differ by at that token. A cause is
+named only if its prediction leaves nothing but rounding on the other half, with the right size and without structure,
+and if no hypothesis of another name does as well; one that predicts the same numbers is listed beside it. Everything
+else is `unknown`.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _eager(model: Any, wanted: bool = True) -> Iterator[None]:
 
 @record(eq=False)
 class Fit:
-    """A hypothesis with its fitted number, and what it leaves of the difference."""
+    """A hypothesis with its fitted number, and what it leaves of the difference on the tokens of the fit."""
 
     hypothesis: Hypothesis
     x: float
@@ -622,8 +622,9 @@ def _edit(seen: Observation, at: int, drop: int, put: tuple[int, ...]) -> Observ
 
 
 def judge_draws(data: Evidence) -> Finding:
-    """Whether the sampled tokens follow the distribution that was reported for them. Filters, temperatures, and both
-    together compete: each is fitted on half of the draws and tried on the others."""
+    """Whether the sampled tokens follow the distribution that was reported for them. By the reference's
+    probabilities filters, temperatures, and both together compete: each is fitted on half of the draws and tried on the
+    others."""
     places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
     chosen = [data.observations[n].token_ids[at] for n in places for at in data.observations[n].positions]
     logits = torch.cat([data.logits[n] for n in places])

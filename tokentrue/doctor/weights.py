@@ -26,6 +26,7 @@ FLIPS = {"float32": 0.002, "float16": 0.02, "bfloat16": 0.15}  # share of choice
 
 
 async def probe_weights(exam: Examination) -> list[Finding]:
+    """Prompt tokens are judged with the sampled ones where both differ, or neither does."""
     assert exam.evidence is not None
     row = await _score_prompt(exam)
     joined, prompt = exam.evidence, exam.prompt_evidence

@@ -2,7 +2,7 @@
 
 y = linear(x, W) + linear(linear(x, A), B) * scale, summed in the wider of both dtypes and rounded once. A field of
 peft's LoraConfig (0.21) that is neither read nor ignored is refused by name, unless it is empty or has the default of
-the installed peft.
+the installed peft: it may change the computation.
 """
 
 from __future__ import annotations

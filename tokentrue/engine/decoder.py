@@ -155,6 +155,7 @@ class Decoder:
     axes: Tensor | None = None  # int64 [D], with a tower: time, height or width turns each value of a head
 
     def weights(self) -> Iterator[Tensor]:
+        """Of every product that the paged forward computes."""
         for part in (part for layer in self.layers for part in (layer.mixer, layer.mlp)):
             if isinstance(part, Attention | LatentAttention | Dense):
                 values = (getattr(part, field.name) for field in fields(part))

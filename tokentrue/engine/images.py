@@ -1,4 +1,4 @@
-"""The images of requests, and their features, computed once for each version of the weights."""
+"""The images of requests, and their features, computed once for each image and version of the weights."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class RequestImages:
 
     @property
     def shift(self) -> int:
+        """Of every position after the last image."""
         return int(self.positions[0, -1]) - self.positions.shape[1] + 1
 
     def positions_of(self, start: int, end: int) -> Tensor:
@@ -68,7 +69,7 @@ class RequestImages:
 
 
 def proof_images(tower: Any) -> RequestImages:
-    """Two of random pixels; a piece of the proof ends within the second."""
+    """Two of random pixels, for the proof at load; a piece of the proof ends within the second."""
     config, runs = tower.config, list[ImageRun]()
     merge, size = config.spatial_merge_size, tower.patch_embed.proj.weight[0].numel()
     for start, height, width in ((10, 2, 3), (73, 4, 2)):

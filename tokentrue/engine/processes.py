@@ -225,6 +225,7 @@ class Processes:
             self._die()
 
     def _hear(self, stage: StageProcess) -> Any:
+        """The next result. Any process that fails or dies meanwhile ends all."""
         while not stage.answers:
             ready = wait([other for s in self._stages for other in (s.pipe, s.process.sentinel)])
             for index, each in enumerate(self._stages):
@@ -467,8 +468,8 @@ class Stage:
 
 
 class Rank(Stage):
-    """A part of every layer: of the heads (and their pages), of the MLP's values, of the experts and of the vocabulary.
-    All gather where `numerics.leaves` joins their parts."""
+    """A part of every layer: of the heads (and their pages), of the MLP's values, of the experts and of the vocabulary;
+    the rest is whole everywhere. All gather where `numerics.leaves` joins their parts."""
 
     name, part = "tensor parallelism", "rank"
 

@@ -48,6 +48,8 @@ class StepWants(msgspec.Struct, frozen=True, kw_only=True):
 
 @record
 class StepResult:
+    """In the order of `StepWants`."""
+
     sampled: list[Sampled | Exception]
     scored: list[list[float]]
     routes: list[RoutedExperts]

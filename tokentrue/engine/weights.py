@@ -1,4 +1,4 @@
-"""Loads a model from a directory, and new weights into a live model by name; all of them or none."""
+"""Loads a model from a directory, and new weights into a live model, in place, by name; all of them or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 
 
 def load_model(source: str | Path | nn.Module, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model object is used as it is, and the engine owns its weights from now on."""
+    """In inference mode. A model object is used as it is, and the engine owns its weights from now on."""
     if isinstance(source, nn.Module):
         if hasattr(source, "peft_config"):
             raise ExactnessError(
@@ -67,7 +67,7 @@ def load_weights(model: nn.Module, source: Weights) -> None:
 
 
 def checked_weights(targets: Mapping[str, Tensor], source: Weights, model: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Raises at the end if some weights are missing."""
+    """(name, target, value) of every weight, checked; raises at the end if some are missing."""
     if isinstance(source, str | Path):
         source = read_directory(Path(source), targets, model)
     if isinstance(source, Mapping):

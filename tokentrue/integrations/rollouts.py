@@ -52,6 +52,7 @@ class GatewayRollouts:
         sampling: JsonMapping | None = None,
         files: dict[str, bytes] | None = None,
     ) -> list[Sample]:
+        """`index` is the rollout's place in the group."""
         (samples,) = await self.run_async([task], [group], [index], sampling, files)
         return samples
 

@@ -249,7 +249,7 @@ BOOKKEEPING = frozenset(nn.Module().__dict__) | {STATE, OPS, PREPARED}
 
 @record(eq=False)
 class Signature:
-    """Plain values are compared, all other objects are the same ones."""
+    """What plan and contract follow from: plain values are compared, all other objects are the same ones."""
 
     values: tuple[object, ...]
     objects: tuple[object, ...]
@@ -297,7 +297,7 @@ class Signature:
 
 @record(eq=False)
 class Preparation:
-    """Attached to the model after its first `exact`: entering again costs little."""
+    """Plan and contract, attached to the model after its first `exact`: entering again costs little."""
 
     signature: Signature
     ops: Ops
@@ -314,7 +314,7 @@ class Preparation:
         return cls(signature=Signature.of(model), ops=ops, plan=plan, attention=attention, contract=contract)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copied or pickled model has none."""
+        """A copied or pickled model has none: the plan is of this model's modules."""
         return type(None), ()
 
     def __deepcopy__(self, memo: object) -> None:

@@ -66,7 +66,7 @@ def remove_filtered(scaled_RV: Tensor, kept: KeptRows | None) -> Tensor:
 
 
 def scale_logits(logits_RV: Tensor, temperature: Tensor | float) -> Tensor:
-    """`temperature`: a number or one per row."""
+    """float32. `temperature`: a number or one per row."""
     if not isinstance(temperature, Tensor):
         if temperature == 1.0:
             return logits_RV.float()

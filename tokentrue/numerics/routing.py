@@ -25,6 +25,7 @@ from tokentrue.types import RoutedExperts, Sample
 
 
 def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """In the order of the layers."""
     found = [
         (name, module)
         for name, module in model.named_modules()
@@ -42,6 +43,8 @@ def routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @dataclass(slots=True, eq=False)
 class RoutingRecord:
+    """Filled while its `with` block runs."""
+
     layers: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
 
     @property

@@ -51,6 +51,7 @@ def paged_batch(first: int, count: int, table: Tensor, copies: int = 1) -> Paged
 def differing_runs(
     ops: Ops, q: Tensor, whole: Tensor, pages: Pages, spec: AttentionSpec, runs: Iterable[tuple[int, int]], copies: int
 ) -> list[int]:
+    """First positions of those `runs` (first, count) of the queries where attention over pages is not `whole`."""
     differing = []
     for first, count in runs:
         queries, wanted = (x[first : first + count].repeat(copies, 1, 1) for x in (q, whole))

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def head_to_json(sample: Sample) -> JsonObject:
-    """Everything but the three per-token columns."""
+    """All but the three per-token columns; optional ones only where a sample has them."""
     head: JsonObject = {"sample_id": sample.sample_id, "session_id": sample.session_id, "group": sample.group}
     head |= {"spans": list(map(_plain, sample.spans)), "reward": sample.reward, "finish_reason": sample.finish_reason}
     head |= {"metadata": sample.metadata, "certificate": _plain(sample.certificate)}

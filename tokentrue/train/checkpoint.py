@@ -65,6 +65,8 @@ class Store:
 
 @record
 class Progress:
+    """What a run resumes with beside its trainer; `rounds` and `counts` are by round number."""
+
     rounds: dict[int, Groups] = field(default_factory=dict[int, Groups])
     counts: dict[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
     evaluation: JsonMapping = field(default_factory=JsonObject)
@@ -186,7 +188,9 @@ def digests_under(directory: Path, ranks: Ranks) -> dict[str, str]:
 
 
 def require_digests(directory: Path, digests: Mapping[str, str], ranks: Ranks) -> None:
-    found = digests_under(directory, ranks)
+    """Other files are not read. A rank that does not see one of its files still meets the others in `merge`."""
+    mine = sorted(digests)[ranks.rank :: ranks.world]
+    found = ranks.merge({name: file_digest(directory / name) for name in mine if (directory / name).is_file()})
     for name in sorted(digests):
         if found.get(name) != digests[name]:
             raise not_whole(directory, f"{name} is missing or changed")
@@ -199,7 +203,7 @@ def gather_tensors(held: Iterable[tuple[str, Tensor]], ranks: Ranks) -> dict[str
 
 
 def write_weights(model: nn.Module, directory: Path, ranks: Ranks, *, limit_bytes: int) -> bool:
-    """In files of at most `limit_bytes`, tied parameters once. Returns whether they are larger."""
+    """In files of at most `limit_bytes`, in the model's order, tied parameters once; whether they are larger."""
     parts: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, value in named_weights(model):

@@ -116,8 +116,9 @@ def leave() -> None:
 
 
 def shard(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """FSDP2: each decoder layer is a unit, and the rest is one. Parameters are gathered whole before use, so that the
-    operators see the numbers of one process. Gradients of a rank whose rows show no image are 0 in the tower."""
+    """FSDP2: each decoder layer is a unit, and the rest, a vision tower included, is one. Parameters are gathered whole
+    before use, so that the operators see the numbers of one process. Gradients of a rank whose rows show no
+    image are 0 in the tower."""
     if ranks.world == 1:
         return model
     from torch.distributed.device_mesh import init_device_mesh
@@ -153,7 +154,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters (tied ones once) and persistent buffers; a LoRA adapter merged into them."""
+    """Parameters (tied ones once) and persistent buffers, as they are held; a LoRA adapter merged into them."""
     yield from model.named_parameters() if find_adapter(model) is None else merged_weights(model)
     kept = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)

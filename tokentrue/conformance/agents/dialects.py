@@ -105,6 +105,7 @@ def write_contents(
 
 
 def content_from(message: Message, wire: Wire, dialect: str) -> Any:
+    """Of a message that the model did not write."""
     if not message.images and not wire.parts:
         return message.text
     images = [image_part(image, dialect) for image in message.images]
@@ -188,6 +189,7 @@ def anthropic_content(message: Message, wire: Wire) -> Any:
 
 
 def google_parts(message: Message, names: Mapping[str, str], wire: Wire) -> list[Json]:
+    """`names`: of functions, by call."""
     images = [image_part(image, GOOGLE) for image in message.images]
     if message.role == "tool":
         result: Json = {"id": message.answers, "name": names.get(message.answers, "unknown")}

@@ -25,7 +25,7 @@ class Heard:
 
 
 async def read_events(answer: aiohttp.ClientResponse, heard: Heard) -> AsyncIterator[Any]:
-    """Gathered in `heard`; nothing for a whole answer."""
+    """Events as they come, also gathered in `heard`; none for a whole answer."""
     heard.status, heard.kind = answer.status, answer.content_type
     try:
         if answer.content_type != "text/event-stream":
@@ -53,6 +53,7 @@ def decoded(data: bytes) -> Any:
 
 
 def is_shown(events: Sequence[Any]) -> bool:
+    """Whether they have some text or reasoning of the answer."""
     deltas: list[Any] = []
     for event in events:
         if not isinstance(event, dict):

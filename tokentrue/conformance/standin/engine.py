@@ -71,6 +71,7 @@ class Engine:
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
+        """Also ends what it holds back."""
         self._is_stopping = True
         await self._runner.cleanup()
 

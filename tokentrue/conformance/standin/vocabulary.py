@@ -70,7 +70,7 @@ class Vocabulary:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def split(self, ids: Sequence[int], rng: random.Random, share: float) -> list[int]:
-        """Some tokens are cut in two at any byte, also inside a character."""
+        """The same bytes: some tokens are cut in two at any byte, also inside a character."""
         out: list[int] = []
         for token in ids:
             out += self._halves(token, rng) if token not in self.added_ids and rng.random() < share else [token]

@@ -36,6 +36,7 @@ def onednn_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def plain_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Adds the bias after the sum, as oneDNN does."""
     out = torch.mm(x_MK, weight.t())
     return out if bias is None else out.add_(bias)
 
@@ -88,7 +89,7 @@ def tiled_product(x_MK: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Linear(torch.autograd.Function):
-    """Forward by a row-invariant product; backward by ordinary ones (deterministic, which suffices)."""
+    """On any device: forward by a row-invariant product; backward by ordinary ones (deterministic, which suffices)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:

@@ -1,7 +1,7 @@
 """Mixtures: (token, slot) pairs are grouped by expert in a stable order, one product per group, slots added in order.
 
-A pair's bits do not depend on the other pairs. Planning stays on the device with fixed sizes, so that a decode step can
-be captured.
+A pair's row is an exact product with its expert's weights, so its bits do not depend on the other pairs. Planning stays
+on the device with fixed sizes, so that a decode step can be captured.
 
 Legend: T tokens, k slots a token, P = T·k pairs, E experts, I expert width, K model width.
 """
@@ -316,7 +316,7 @@ def branch_with_limits(act: str | ClampedSwiglu | None) -> tuple[int, float, flo
 
 
 def tile_for_group(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool, described: bool) -> Tile:
-    """Measured on an H200."""
+    """Measured on an H200; does not affect bits."""
     if dtype == torch.float32:
         return Tile(rows, 32, 32, 4, 3)
     if rows > 64:  # with descriptors alone

@@ -58,6 +58,8 @@ def splits_for(programs: int) -> int:
 
 
 class TritonOps(Ops):
+    """For one model on one device."""
+
     block_size = 64
     reads_16bit = True
 
