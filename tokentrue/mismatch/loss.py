@@ -1,8 +1,8 @@
 """`LossConfig`, one policy loss by the names of papers, and `policy_loss`: ratio, loss per token, correction, penalty,
 aggregate.
 
-Gradient flows through the current policy's log-probabilities only, in float64. A batch of which nothing is left has
-loss 0 and zero gradient.
+Gradient flows through the current policy's log-probabilities only. All arithmetic is float64. A batch of which nothing
+is left has loss 0 and zero gradient.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ class Preparation:
         return cls(signature=Signature.of(model), ops=ops, plan=plan, attention=attention, contract=contract)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copied or pickled model has none."""
+        """A copied or pickled model has none: the plan is of this model's modules."""
         return type(None), ()
 
     def __deepcopy__(self, memo: object) -> None:

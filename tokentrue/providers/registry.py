@@ -81,8 +81,9 @@ def load(name: str, **settings: Any) -> Provider:
     try:
         is_ours = name in ENGINES
         kind = getattr(import_module(module), attribute) if is_ours else load_plugin(find_plugins("providers")[name])
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] == "torch":
+    except (ModuleNotFoundError, ConfigError) as error:
+        missing = error.__cause__ or error  # `load_plugin` raises from the cause
+        if isinstance(missing, ModuleNotFoundError) and (missing.name or "").split(".")[0] == "torch":
             raise ConfigError(f"engine {name!r} needs torch: pip install 'tokentrue[engine]'") from error
         raise
     try:

@@ -40,7 +40,7 @@ class Scorer(Protocol):
 
 
 class ExactScorer:
-    """The engine's own operators: the same bits whatever is packed together."""
+    """The engine's own operators: the same bits whatever is packed together. `leaves`: the engine's."""
 
     is_padded = False
 
@@ -71,6 +71,8 @@ class ExactScorer:
 
 
 class PlainScorer:
+    """The model's own forward pass on right-padded rows: what an ordinary trainer computes."""
+
     is_padded = True
     tree = False
 

@@ -42,8 +42,8 @@ class Branch:
 
 @record
 class SessionSummary:
-    """`untrained`: sampled tokens by reason; `task`: how the first user message begins; `fork`: the reason
-    of the first one."""
+    """`untrained`: sampled tokens by reason; `task`: how the first user message begins; `fork`: the reason of
+    the first one."""
 
     session_id: str
     group: str | None

@@ -3,7 +3,8 @@
 Rows are grouped by adapter as pairs are by expert, so a row has the bits of `Ops.add_low_rank`. Planning stays on the
 device and sizes are fixed, so that a step can be captured; new weights of the same shape are written in place.
 
-Legend: T rows, K inputs, N outputs, S slots, P projections of the merged product, R rank (padded with zeros).
+Legend: T rows, K inputs, N outputs, S slots, P projections of the merged product, R rank (padded with zeros, which
+change no sum).
 """
 
 from __future__ import annotations
