@@ -243,7 +243,8 @@ def gateway_for(
     render_deadline: AbstractContextManager[object] | None = None,
     lock: bool = True,
 ) -> Gateway:
-    """Templates render within `render_deadline`. `admin_state` outlives this process. `lock=False` if the parent process holds the store's lock."""
+    """Templates render within `render_deadline`. `admin_state` outlives this process. `lock=False` if the parent
+    process holds the store's lock."""
     from tokentrue.gateway.app import Gateway
     from tokentrue.sessions.journal import open_journal
 

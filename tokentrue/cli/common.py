@@ -116,7 +116,8 @@ def open_recorded(source: str) -> Journal:
 
 
 def require_store(source: str) -> str:
-    """The store that `source` names. Call it before this process opens it: closing a file drops the locks that SQLite holds on it."""
+    """The store that `source` names. Call it before this process opens it: closing a file drops the locks that SQLite
+    holds on it."""
     from tokentrue.sessions.journal import is_postgres
 
     if is_postgres(source):

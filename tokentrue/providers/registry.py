@@ -82,8 +82,9 @@ def load(name: str, **settings: Any) -> Provider:
         is_ours = name in ENGINES
         kind = getattr(import_module(module), attribute) if is_ours else load_plugin(find_plugins("providers")[name])
     except (ModuleNotFoundError, ConfigError) as error:
-        missing = error.__cause__ or error  # `load_plugin` raises from the cause
-        if isinstance(missing, ModuleNotFoundError) and (missing.name or "").split(".")[0] == "torch":
+        causes = (error, error.__cause__)  # `load_plugin` raises from it
+        missing = [each.name or "" for each in causes if isinstance(each, ModuleNotFoundError)]
+        if any(name.partition(".")[0] == "torch" for name in missing):
             raise ConfigError(f"engine {name!r} needs torch: pip install 'tokentrue[engine]'") from error
         raise
     try:

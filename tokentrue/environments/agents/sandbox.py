@@ -47,7 +47,8 @@ BRIDGE = Path("/run/gateway")  # where the folder of its Unix socket is mounted
 SOCKET = "socket"
 CONNECTIONS = 128  # concurrent connections of one agent; each takes two file descriptors of this process
 # Runs in the sandbox before the agent: listens on its loopback interface, passes the listening socket to this process
-# through a Unix socket and execs the agent. Connections are thus accepted outside: no helper runs inside that the agent could stop or replace.
+# through a Unix socket and execs the agent. Connections are thus accepted outside: no helper runs inside that the agent
+# could stop or replace.
 ENTER = f"""
 import os, socket, sys
 server = socket.create_server(("127.0.0.1", {PORT}))

@@ -107,8 +107,8 @@ def give_to(folder: Path, owner: int) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    # With the system's programs, which follow no links: an agent may have nested folders deeper than Python recurses, and removed
-    # its own permissions.
+    # With the system's programs, which follow no links: an agent may have nested folders deeper than Python recurses,
+    # and removed its own permissions.
     for command in (["chmod", "-R", "u+rwX", "--"], ["rm", "-rf", "--"]):
         subprocess.run([*command, str(directory)], capture_output=True, stdin=subprocess.DEVNULL)
 

@@ -2,8 +2,8 @@
 
 A query's result is a float32 fold over key blocks of 128, in order: scores by one product over the head size, the
 maximum over all visible keys, exp, then per block the product with the values and the sum, a sink last. Masked and
-padded keys have weight exactly 0, so padding changes nothing. A product gives a row the same bits from a minimum number of rows on, which the
-self-test finds.
+padded keys have weight exactly 0, so padding changes nothing. A product gives a row the same bits from a minimum number
+of rows on, which the self-test finds.
 
 Legend: X batch of (key head, sequence), M query rows (position-major, then heads of the group), N keys (a multiple of
 128), D head size.

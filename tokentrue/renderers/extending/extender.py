@@ -146,8 +146,8 @@ class Extender:
         return plan, tail
 
     def _plan(self, request: ExtendRequest) -> tuple[ExtendPlan, ExtendRequest]:
-        """The plan, and the request that it was made on: the whole one, unless the template raises on an earlier message, for
-        example on malformed arguments of a call."""
+        """The plan, and the request that it was made on: the whole one, unless the template raises on an earlier
+        message, for example on malformed arguments of a call."""
         whole = replace(request, is_whole=True)
         try:
             return self.splicer.plan(whole), whole

@@ -28,8 +28,8 @@ class CallForm:
 @record
 class Family:
     """What a chat template does not say. `response_template`: a schema of `transformers.utils.chat_parsing`;
-    `template_kwargs`: defaults for what the caller omits. `call_ids`: "openai" (`call_` and hex), or "short" if the template requires nine
-    letters and digits (Mistral)."""
+    `template_kwargs`: defaults for what the caller omits. `call_ids`: "openai" (`call_` and hex), or "short" if the
+    template requires nine letters and digits (Mistral)."""
 
     name: str
     response_template: JsonMapping | None = None

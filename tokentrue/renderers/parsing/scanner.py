@@ -210,8 +210,8 @@ class RegionScanner:
         return (None if best is None or best[1].start() >= hold else best), hold
 
     def _can_grow(self, delimiter: Delimiter, start: int) -> bool:
-        """True if more text may extend the match at `start`: what follows it may belong to an optional end (`</invoke>`, a
-        line break, perhaps `</tool_calls>`)."""
+        """True if more text may extend the match at `start`: what follows it may belong to an optional end
+        (`</invoke>`, a line break, perhaps `</tool_calls>`)."""
         return not delimiter.is_final and delimiter.pattern.fullmatch(self._safe, start, partial=True) is not None
 
     def _emit(self, end: int) -> None:
