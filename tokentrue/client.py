@@ -41,7 +41,7 @@ ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 BY_STATUS: Mapping[int, type[Exception]] = {404: SessionNotFound, 409: SessionConflict}
 
 
-Request: TypeAlias = tuple[str, str, JsonMapping | None]
+Request: TypeAlias = tuple[str, str, JsonMapping | None]  # method, path and body
 
 
 class SessionSettings(TypedDict, total=False):

@@ -134,7 +134,8 @@ class KeyConflict(SessionConflict):
 
 
 class LimitExceeded(SessionError):
-    """With `retry_after_s` the limit is on work in flight, and the same request may succeed later."""
+    """A size, count or age. With `retry_after_s` the limit is on work in flight, and the same request may succeed
+    later."""
 
     code = "limit_exceeded"
     status = 413

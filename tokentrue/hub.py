@@ -19,7 +19,7 @@ TOKENIZER_FILES = (
 
 
 def check_model(model: str | Path) -> None:
-    """Raises if `model` is neither a hub id nor a directory with a tokenizer."""
+    """Raises if `model` is neither a hub id nor a directory with a tokenizer. Loads nothing."""
     if folder := find_directory(model):
         require_tokenizer(model, folder)
 
@@ -101,7 +101,7 @@ def find_directory(model: str | Path) -> Path | None:
 
 
 def _download(model: str, reason: str | None, **options: Any) -> str:
-    """`reason`: why the hub is unreachable."""
+    """`reason`: why the hub is unreachable; None if it is reachable."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -91,7 +91,7 @@ def _too_deep(field: str) -> MessageError:
 
 
 def freeze(value: JsonValue, field: str, levels: int = MAX_DEPTH) -> JsonValue:
-    """A copy of plain dicts, lists, strings and numbers."""
+    """A copy of plain dicts, lists, strings and numbers: later changes by the caller do not affect it."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
@@ -127,7 +127,7 @@ def echo(value: object) -> str:
 
 # Conversion of foreign values to typed records; errors name the field and what it must be.
 def convert(value: Any, type_: type[T], path: str = "", *, strict: bool = True) -> T:
-    """With `strict=False` numbers and booleans may be text, as in a query string."""
+    """`path` names the value in errors. With `strict=False` numbers and booleans may be text, as in a query string."""
     try:
         return msgspec.convert(value, type_, strict=strict)
     except msgspec.ValidationError as error:

@@ -209,11 +209,11 @@ class Completion:
     stopped_by: int | str | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     raw_logprobs: tuple[float, ...] | None = None  # of softmax(logits / temperature), before filters, if reported
-    routed_experts: RoutedExperts | None = None  # of prompt and sampled ids, up to the last input
+    routed_experts: RoutedExperts | None = None  # rows for positions of prompt and sampled ids, up to the last input
     sampling_mask: SamplingMask | None = None  # one row per sampled token, if filters removed ids and it is reported
     fingerprint: str | None = None  # of the exact engine's numerics
     prompt_logprobs: tuple[float, ...] | None = None  # of prompt_ids[1:], if requested and supported
-    prompt_digest: bytes | None = None  # sha256 of the prompt ids as they were sent
+    prompt_digest: bytes | None = None  # sha256 of the prompt ids, computed where the request to the engine was built
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", TokenIds(self.token_ids))
@@ -421,7 +421,7 @@ class Reply:
     projection: str
     """How the replayed history matched: "exact", "reasoning_dropped+whitespace", …; "root" if nothing was continued."""
     edge_reason: str | None = None  # of a root or a fork; None if nothing had continued the parent before
-    from_record: bool = False  # its key had an answer, or it joined an equal turn
+    from_record: bool = False  # nothing was added for this caller: its key had an answer, or it joined an equal turn
 
 
 class TurnEvent(Struct, frozen=True, kw_only=True, gc=False):

@@ -47,6 +47,17 @@ def test_an_engine_of_another_package_that_cannot_be_loaded_is_no_internal_error
         registry.load("broken", url="http://127.0.0.1:1")
 
 
+def test_an_engine_of_another_package_that_lacks_torch_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "wants_torch.py").write_text("raise ModuleNotFoundError('No module', name='torch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    wanting = EntryPoint(name="wanting", value="wants_torch:Engine", group="tokentrue.providers")
+    monkeypatch.setattr(registry, "find_plugins", lambda _: {"wanting": wanting})
+    with pytest.raises(ConfigError, match="'wanting' needs torch: pip install"):
+        registry.load("wanting")
+
+
 @pytest.mark.parametrize("command", ["serve", "doctor", "train", "rollout"])
 def test_help_names_the_engines(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     from tokentrue.cli.main import main

@@ -86,6 +86,7 @@ def read(
 
 
 def name_file(error: Exception, path: Path | None, written: JsonObject, values: JsonObject) -> Exception:
+    """`error` with the name of the file, if its key has the value that the file gives it."""
     key = str(error).partition(":")[0]
     given = find_dotted(written, key)
     return error if given is None or given != find_dotted(values, key) else ConfigError(f"{path}: {error}")

@@ -29,9 +29,10 @@ def quiet_libraries(threads: int | None = None) -> None:
 
 @contextmanager
 def without_torch(engine: str) -> Generator[None]:
-    """If `engine` runs elsewhere. Afterwards transformers has no models in this process."""
-    # A tokenizer needs transformers, which imports torch if it is installed: seconds, and hundreds of megabytes. It has
-    # no switch for that; it checks once.
+    """If `engine` runs elsewhere and torch is not loaded already. Afterwards transformers has no models in this
+    process."""
+    # A tokenizer needs transformers, which imports torch if it is installed: seconds of start-up and hundreds of
+    # megabytes. transformers has no switch for that; it checks once and caches the result.
     kind = ENGINES.get(engine)
     if kind is None or kind.needs_torch or "torch" in sys.modules or "transformers" in sys.modules:
         yield

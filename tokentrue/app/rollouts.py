@@ -1,6 +1,6 @@
 """The settings and files of `tokentrue rollout`, the rounds of a training run, evaluation on fixed tasks.
-`samples.jsonl` and `rollouts.jsonl` (a line per rollout) hold whole groups only, so that missing ones can be run later;
-a group's samples are written first."""
+`samples.jsonl` and `rollouts.jsonl` (a line per rollout) hold whole groups only, so that missing ones can be run later.
+A group is done when each of its rollouts has a line; its samples are written first."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RolloutRun:
     store: str | None = None
     gateways: AtLeastOne = 2  # with --ray: gateway actors, each with its engine
     workers: AtLeastOne = 2  # with --ray: rollout actors
-    nodes: AtLeastOne = 1  # with --ray: at least one of each on every node
+    nodes: AtLeastOne = 1  # with --ray: nodes that share the gateways and workers, at least one of each on every node
 
     def __post_init__(self) -> None:
         if self.nodes > 1 and not self.is_shared:
@@ -197,7 +197,7 @@ class Share:
 
 
 class RoundImages:
-    """Of rounds that are not trained on yet, in a folder for each round."""
+    """Of rounds that are not trained on yet, in a folder for each round that every rank reads."""
 
     def __init__(self, out: Path) -> None:
         self._out = out / "rounds"
@@ -212,8 +212,8 @@ class RoundImages:
 
 
 class RolloutRounds:
-    """Round j draws tasks and seeds only from the run's seed and j, so a resumed run samples the same rounds. Each rank
-    runs whole groups."""
+    """Round j draws tasks and seeds only from the run's seed and j, so a resumed run samples the same rounds. With
+    several ranks each runs whole groups of its `share`."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class RolloutRounds:
 
 
 def has_spread(group: Sequence[Rollout]) -> bool:
-    """Without it, every advantage is 0."""
+    """Without it, a group baseline makes every advantage 0."""
     return len({rollout.reward for rollout in group if rollout.samples}) > 1
 
 

@@ -45,6 +45,8 @@ class LossSpec:
 
 @record
 class TrainRun:
+    """`samples` trains from a file; without it rounds are sampled live by the `rollout` section."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -181,7 +183,7 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
 
 
 def store_for(settings: TrainRun, made_from: JsonMapping) -> tuple[Store, int]:
-    """Also the step to resume at."""
+    """The checkpoint store, and the step to resume at."""
     from tokentrue.train.checkpoint import Store, file_digest, latest, read_state
 
     store = Store(
@@ -251,6 +253,7 @@ async def source_for(
 
 
 def engine_for(settings: TrainRun) -> EngineConfig:
+    """Embedded on the trainer's device, or remote, with a shared folder for weights."""
     options = dict(settings.engine.options)
     if settings.engine.name == "exact":
         options = {"device": settings.device, "dtype": settings.dtype, **options}

@@ -59,8 +59,8 @@ class ModelConfig:
     template_kwargs: JsonMapping = field(default_factory=JsonObject)
     history: Literal["keep", "template"] = "keep"
     injection: Literal["safe", "engine"] = "safe"
-    encode_cache_bytes: int = 64 << 20  # of encoded texts; 0 disables it
-    extend_plans: int = 4096  # request shapes planned once; 0: none
+    encode_cache_bytes: int = 64 << 20  # ids of texts that were encoded before; 0 disables the cache
+    extend_plans: int = 4096  # request shapes whose suffix is planned once; 0 plans each request
 
     def __post_init__(self) -> None:
         newest = Path(self.path or "") / "checkpoints" / "latest"
@@ -88,8 +88,8 @@ class ServerConfig(ServingConfig):
     workers: AtLeastOne = 1
     store: str = DEFAULT_STORE
     durability: Literal["normal", "full"] = "normal"  # full: acknowledged turns survive a loss of power
-    address: str = ""  # where gateways on the same PostgreSQL reach this one
-    lease_s: float = 15.0  # PostgreSQL: one that is silent for longer loses its sessions
+    address: str = ""  # where other gateways on the same PostgreSQL reach this one; default: the bound address
+    lease_s: float = 15.0  # PostgreSQL: a gateway that is silent for longer loses its sessions to the others
     log: Literal["json", "off"] = "json"
     trace_url: str = ""  # an OTLP/HTTP collector, http://host:4318; empty: no traces
 
@@ -167,7 +167,7 @@ def check_engine_settings(config: EngineConfig) -> None:
 def check_gateway(
     checks: Checks, model: ModelConfig, engine: EngineConfig, store: str | None, *, reach: bool = True
 ) -> None:
-    """`reach=False` if the gateway runs on another machine."""
+    """Checks what a gateway starts with, before loading it. `reach=False` if it runs on another machine."""
     from tokentrue.sessions.journal import check_store
 
     path = model.path or SMALL_MODEL
@@ -243,7 +243,8 @@ def gateway_for(
     render_deadline: AbstractContextManager[object] | None = None,
     lock: bool = True,
 ) -> Gateway:
-    """`admin_state` outlives this process. `lock=False` if the parent process holds the store's lock."""
+    """Templates render within `render_deadline`. `admin_state` outlives this process. `lock=False` if the parent
+    process holds the store's lock."""
     from tokentrue.gateway.app import Gateway
     from tokentrue.sessions.journal import open_journal
 

@@ -116,7 +116,8 @@ def open_recorded(source: str) -> Journal:
 
 
 def require_store(source: str) -> str:
-    """Call it before this process opens the store: closing a file drops the locks that SQLite holds on it."""
+    """The store that `source` names. Call it before this process opens it: closing a file drops the locks that SQLite
+    holds on it."""
     from tokentrue.sessions.journal import is_postgres
 
     if is_postgres(source):
@@ -211,8 +212,8 @@ def require_folder(folder: Path) -> None:
 def progress_bar(
     title: str, total: int, *, quiet: bool = False, every_s: float = 0.0
 ) -> Generator[Callable[[str], None]]:
-    """Call the yielded function once per finished piece, with a word about it. No terminal: a line per piece, or per
-    `every_s`."""
+    """Call the yielded function once per finished piece, with a word about it. A bar with the time left on a terminal;
+    elsewhere a line per piece, or one every `every_s` seconds."""
     if quiet:
         yield lambda _: None
         return
@@ -239,7 +240,7 @@ def progress_bar(
 
 
 def time_left(began: float, done: int, total: int) -> str:
-    """Not for the first, which waited for the engine, nor before a twentieth."""
+    """If the others take as long as these. Not for the first, which waited for the engine, nor before a twentieth."""
     seconds = round((time.monotonic() - began) / done * (total - done))
     return f"{timedelta(seconds=seconds)} left" if max(2, total / 20) <= done < total else ""
 
@@ -253,7 +254,7 @@ def count_items(items: Iterable[T], noun: str, *, quiet: bool = False) -> Iterat
 
 @contextmanager
 def show_status(text: str, *, quiet: bool = False) -> Generator[Callable[[str], None]]:
-    """A spinner on a terminal's stderr, one line elsewhere."""
+    """A spinner whose text the yielded function changes on a terminal's stderr, one line elsewhere."""
     if quiet:
         yield lambda _: None
         return

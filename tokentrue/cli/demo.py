@@ -34,6 +34,8 @@ LEFT_BEHIND = (STORE, f"{STORE}-wal", f"{STORE}-shm", "metrics.jsonl", "samples.
 
 @record
 class DemoResult:
+    """`ok`: reward up (if judged), every token covered, no bit different."""
+
     steps: int
     seed: int
     tasks: int

@@ -132,6 +132,7 @@ def command(
     found = checks(read_sealed, samples, policy_version) or []
     given = {} if trainer_logprobs is None else checks(read_trainer_logprobs, str(trainer_logprobs)) or {}
     checks.finish()
+    # From here on torch is loaded.
     from tokentrue.app.libraries import require_device, require_samples_of
     from tokentrue.mismatch import PRESETS
     from tokentrue.viewer import SampleList, write_report
@@ -271,7 +272,7 @@ def compare(sample: Sample, scores: TrainerLogprobs, tops: Sequence[int] | None)
         row.trainer.append(float(trainer))
         row.kinds.append(turns[i])
         if tops is not None and row.flips is not None:
-            # A probability above one half is the rollout's argmax: does the trainer have another?
+            # A sampled token with probability above one half is the rollout's argmax: does the trainer have another?
             row.flips.append(rollout > math.log(0.5) and tops[i] != sample.token_ids[i])
     return row
 
@@ -369,7 +370,7 @@ def diagnose_rows(
 
 
 def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: set[int]) -> tuple[str, bool]:
-    """`versions`: those that one trainer's model was compared with."""
+    """The verdict, and whether it is an alarm. `versions`: those that one trainer's model was compared with."""
     tokens, k3, most = int(whole["tokens"]), whole["corr/k3"], max(whole["delta/max"], -whole["delta/min"])
     alarm = most != 0.0 and k3 > max_k3
     text = f"exact: all {tokens:,} log-probabilities are equal"
@@ -391,7 +392,7 @@ def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: 
 
 
 def sort_by_worst(samples: Sequence[Sample], whole: Diagnosis, compared: Mapping[str, object]) -> list[Sample]:
-    """All samples, for the groups' baselines. A session's stay together: its reward is its first one's."""
+    """All samples, for the groups' baselines. A session's stay together and in order: its reward is its first one's."""
     worst = {row.row: number for number, row in enumerate(whole.worst)}
     rank: dict[str, int] = {}
     for sample in samples:

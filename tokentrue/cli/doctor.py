@@ -78,7 +78,7 @@ def command(
     for option, name in models.items():
         check_model_of(option, name, load_config)
     if recorded:
-        # Those of another model would blame the engine, or have ids without logits.
+        # Those of another model would blame the engine, or contain token ids that the reference has no logits for.
         require_samples_of(recorded, model)
     from tokentrue.app.libraries import quiet_libraries
 

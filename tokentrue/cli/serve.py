@@ -141,7 +141,8 @@ def serve(settings: ServeConfig, admin_key: str, *, is_new_key: bool) -> int:
                     lock=False,
                 )
             listener = public if dispatcher is None else listen_to_workers(paths[number])
-            # Later changes arrive at its socket. An engine in this process has the weights of its directory.
+            # After it listens: later changes arrive at its socket. An engine in this process has restarted with
+            # the weights of its directory.
             gateway.services.restore_admin_state(has_weights=engine not in IN_PROCESS)
             receiver = None if dispatcher is None else dispatcher.receivers[number]
             serve_until_signal(gateway, listener, receiver=receiver, ready=say_up)

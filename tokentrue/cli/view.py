@@ -78,7 +78,7 @@ def serve(data: ViewerData | GatewayData, name: str, port: int) -> None:
 
     from tokentrue.viewer import GatewayData, create_app
 
-    # A gateway is for holders of the admin key: others on this machine must guess the path.
+    # A gateway shows its conversations to holders of the admin key alone: others on this machine must guess the path.
     path = f"{secrets.token_urlsafe(24)}/" if isinstance(data, GatewayData) else ""
     page = Router(routes=[Mount(f"/{path}".rstrip("/"), create_app(data))])
     # A page from elsewhere must not read it by DNS rebinding.

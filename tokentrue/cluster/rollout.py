@@ -134,7 +134,7 @@ def is_conflict_or_absence(error: Exception) -> bool:
 
 
 def is_absence(trouble: BaseException) -> bool:
-    """False for a refusal or a failed agent."""
+    """True if a gateway or its actor was unreachable; False for a refusal or a failed agent."""
     import httpx
     import openai
 
@@ -220,7 +220,7 @@ async def play_all(fleet: Fleet, plans: Sequence[Plan], on_rollout: Callable[[Ro
 
 @contextlib.contextmanager
 def attach(address: str) -> Generator[Any]:
-    """This process's Ray, or a connection to `address` for the block."""
+    """This process's Ray, or a connection to `address` for the block; `local` starts one here."""
     ray = import_ray()
     mine = not ray.is_initialized()
     if mine:
@@ -240,7 +240,7 @@ def attach(address: str) -> Generator[Any]:
 
 
 def require_listener(address: str) -> None:
-    """Ray itself retries a wrong address for minutes."""
+    """Fails fast: Ray itself retries a wrong address for minutes."""
     found = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address)
     if found is None:
         return

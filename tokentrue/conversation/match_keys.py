@@ -1,5 +1,5 @@
 """Loose keys of messages: hashes of what no known lossy projection changes, chained over a conversation. A key only
-finds candidates; `find_changes` compares."""
+finds candidates; `find_changes` compares a replayed message with the served one."""
 
 from __future__ import annotations
 
@@ -216,7 +216,8 @@ def candidate_key(message: Message, field: str = "messages[]") -> bytes:
     check_calls(message, field)
     if role != "assistant":
         return _hash([role, text])
-    # Reasoning may precede a closing tag, and served text may contain one: what follows the last is in both.
+    # In a replay, reasoning may precede a closing tag, and served text may contain such a tag: what follows the
+    # last is in both.
     text, calls = read_written_calls(_CLOSING_TAG.split(text)[-1], calls_of(message))
     fields = [role, text.strip()]
     for call in calls:

@@ -32,7 +32,7 @@ from tokentrue.types import Message, Messages, Tools
 _KEPT = 8  # conversations of one session: parallel branches, other dialects
 _MESSAGE_BYTES = 1000  # estimate of one message's objects, without its text
 _OWN = b"\0"  # before the source of a message that no dialect parses; no JSON begins so
-_HASHED, _LONG_SOURCE = b"\1", 1 << 16  # longer ones are kept as hashes
+_HASHED, _LONG_SOURCE = b"\1", 1 << 16  # a longer source is kept as its hash: images are most of it
 
 
 class ConversationMessage:
@@ -149,7 +149,7 @@ class Conversation(Sequence[Message]):
         return tools.append([*first, *self.facts[length:]])
 
     def count_shared(self, sources: Sequence[Raw]) -> int:
-        """Up to the end of a turn."""
+        """Number of equal leading sources, up to the end of a turn."""
         shared = count_equal(self.sources, sources)
         while shared and self.ends[shared - 1] is None:
             shared -= 1
@@ -189,6 +189,8 @@ class ParsedConversation:
 
 
 class ByteBudget:
+    """Of all sessions of this process."""
+
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
@@ -228,11 +230,12 @@ class Conversations:
         return best.cut(most)
 
     def read_images(self, parsed: ParsedConversation) -> ReadImages:
+        """Blocks. May run in another thread."""
         base = parsed.base
         return self._images.read(parsed.messages, first=len(base), before=base.num_images)
 
     def add(self, parsed: ParsedConversation, images: ReadImages | None = None) -> Conversation:
-        """The messages must not be modified any more."""
+        """Caches the result: the messages must not be modified any more."""
         base, read = parsed.base, images or self.read_images(parsed)
         facts = [
             ConversationMessage(message, f"messages[{at}]", read.files)

@@ -28,7 +28,6 @@ from tokentrue.errors import (
     SamplingError,
     TokenContractError,
 )
-from tokentrue.ids import TokenIds
 from tokentrue.protocols import Tokenizing
 from tokentrue.providers.closeness import compare_completions
 from tokentrue.types import Completion, Sampling
@@ -58,14 +57,12 @@ async def probe_identity(exam: Examination) -> list[Finding]:
     return [await ask(exam) for ask in (_tokenizer, _special_tokens, _template)]
 
 
-async def _tokenize(exam: Examination, text: str) -> TokenIds | None:
-    return await exam.provider.tokenize(text) if isinstance(exam.provider, Tokenizing) else None
-
-
 @probe("identity: ids of a text")
 async def _tokenizer(exam: Examination) -> Finding:
+    if not isinstance(exam.provider, Tokenizing):
+        return cannot_tell(NO_TOKENIZER)
     for text in TEXTS:
-        theirs, ours = await _tokenize(exam, text), exam.renderer.encode_sampled(text)
+        theirs, ours = await exam.provider.tokenize(text), exam.renderer.encode_sampled(text)
         if theirs is None:
             return cannot_tell(NO_TOKENIZER)
         if theirs != list(ours):
@@ -76,9 +73,11 @@ async def _tokenizer(exam: Examination) -> Finding:
 @probe("identity: stop tokens")
 async def _special_tokens(exam: Examination) -> Finding:
     """By their text: an engine encodes them as special tokens."""
+    if not isinstance(exam.provider, Tokenizing):
+        return cannot_tell(NO_TOKENIZER)
     for stop in exam.renderer.stop_token_ids:
         text = exam.renderer.decode([stop])
-        theirs = await _tokenize(exam, text)
+        theirs = await exam.provider.tokenize(text)
         if theirs is None:
             return cannot_tell(NO_TOKENIZER)
         if theirs != [stop]:

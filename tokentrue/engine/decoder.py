@@ -43,7 +43,7 @@ class LatentAttention:
     kv_up(norm(latent)).
 
     Expanded keys and values are cached, as the trainer expands them: multiplying queries by the expansion instead
-    changes the bits. Values are padded to the size of keys.
+    changes the order of the sums, and the bits. Values are padded to the size of keys.
     """
 
     q_down: Product | None

@@ -82,6 +82,8 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class StageFailed:
+    """Last message of a process that cannot continue."""
+
     text: str
 
 
@@ -225,7 +227,7 @@ class Processes:
             self._die()
 
     def _hear(self, stage: StageProcess) -> Any:
-        """The next result. Any process that fails or dies meanwhile ends all."""
+        """Returns the process's next result. Any that fails or dies meanwhile ends all."""
         while not stage.answers:
             ready = wait([other for s in self._stages for other in (s.pipe, s.process.sentinel)])
             for index, each in enumerate(self._stages):

@@ -67,7 +67,7 @@ def load_weights(model: nn.Module, source: Weights) -> None:
 
 
 def checked_weights(targets: Mapping[str, Tensor], source: Weights, model: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, target, value) of every weight, checked; raises at the end if some are missing."""
+    """(name, target, value) of every weight, checked against `targets`; raises at the end if some are missing."""
     if isinstance(source, str | Path):
         source = read_directory(Path(source), targets, model)
     if isinstance(source, Mapping):

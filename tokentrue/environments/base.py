@@ -94,7 +94,8 @@ def load_environment(name: str, options: JsonMapping | None = None) -> Environme
 
 @record
 class RolloutConfig:
-    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned: they override the agent's."""
+    """`tasks` groups of `group_size` rollouts each. `sampling` values are pinned on every session and override the
+    agent's."""
 
     environment: str = "calculator"
     options: JsonMapping = field(default_factory=JsonObject)
@@ -103,14 +104,15 @@ class RolloutConfig:
     group_size: AtLeastOne = 8
     temperature: NotNegative = 1.0
     max_tokens: AtLeastOne = 64
-    pin: tuple[Literal["system"], ...] | None = None  # None: the gateway decides
+    # ("system",) keeps each conversation's first system prompt; None: the gateway decides
+    pin: tuple[Literal["system"], ...] | None = None
     side_requests: Literal["leave_out", "train"] | None = None  # None: the gateway decides
     concurrency: AtLeastOne = 64
     timeout_s: Positive = 120.0
-    max_failed: Share = 0.5  # of a training round's rollouts
-    resample: Count = 0  # how often groups with equal rewards are replaced
+    max_failed: Share = 0.5  # of a training round's rollouts that may fail; beyond it the run stops
+    resample: Count = 0  # per training round: how often groups with equal rewards are replaced by other tasks
     seed: int = 0
-    top_logprobs: int = 0  # recorded with each token (score centering)
+    top_logprobs: int = 0  # the sampler's most likely ids, recorded with each token (score centering)
 
     def __post_init__(self) -> None:
         check_fields(self, "rollout")

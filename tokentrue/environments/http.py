@@ -1,5 +1,6 @@
 """Sessions on a gateway over HTTP. Every model call carries an Idempotency-Key made of its body and the number of times
-this rollout sent that body before: a retry, or a rollout that restarts in its session, gets the recorded answers."""
+this rollout sent that body before: a retry, or a rollout that restarts in its session, gets the recorded answers and
+adds nothing."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def failed_rollout(plan: Plan, error: BaseException | str, began: float, *, sess
     if isinstance(error, BaseException):
         said = f"{type(error).__name__}: {said}" if said else type(error).__name__
         trace = "".join(traceback.format_exception(error)).rstrip()
-    # Errors may quote file names with lone surrogates.
+    # Files, logs and terminals need UTF-8, and errors may quote file names with lone surrogates.
     said, trace = (text.encode("utf-8", "backslashreplace").decode() for text in (said, trace))
     seconds = time.perf_counter() - began
     return Rollout(plan=plan, session_id=session_id, reward=None, error=said, seconds=seconds, trace=trace)

@@ -65,7 +65,8 @@ class GiveReward(AdminBody):
 
 
 class Pause(AdminBody):
-    """`drain`: reply when nothing is in flight, or after `timeout_s`. `abort`: interrupt what is sampled, until resume."""
+    """`drain`: reply when nothing is in flight, or after `timeout_s`. `abort`: interrupt what is sampled; it
+    continues after resume."""
 
     drain: bool = False
     abort: bool = False

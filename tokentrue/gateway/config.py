@@ -29,23 +29,23 @@ class GatewayLimits:
     live_sessions_bytes: AtLeastOne = 2 << 30
     idle_session_s: Positive = 3600.0
     session_age_s: Positive = 14 * 86400.0
-    free_disk_bytes: AtLeastOne = 64 << 20  # with less for the journal, /ready returns 503
+    free_disk_bytes: AtLeastOne = 64 << 20  # with less free space for the journal, /ready returns 503
     head_s: Positive = 30.0
     body_s: Positive = 300.0
     write_s: Positive = 60.0
     turn_s: Positive = 3600.0
-    render_s: Positive = 10.0  # of one rendering; beyond it `serve` restarts the process
+    render_s: Positive = 10.0  # of one rendering; beyond it `serve` kills and restarts the process
 
 
 @record
 class ServingConfig:
     base_url: str = ""
     training: bool = True
-    pin: tuple[Literal["system"], ...] = ()  # default for sessions
-    side_requests: Literal["leave_out", "train"] = "leave_out"  # default for sessions
+    pin: tuple[Literal["system"], ...] = ()  # default for sessions: keeps each conversation's first system prompt
+    side_requests: Literal["leave_out", "train"] = "leave_out"  # default for sessions: titles and the like
     keep_alive_s: float = 10.0
     drain_s: float = 30.0
-    purge_after_s: float = 30 * 86400.0  # of ended sessions
+    purge_after_s: float = 30 * 86400.0  # ended sessions older than this are purged
 
 
 @record

@@ -29,7 +29,7 @@ LARGEST = {"tokentrue_paused", "tokentrue_policy_version"}  # the rest adds up o
 
 
 class TurnClock:
-    """`engine_s`: with at least one engine call running, as the calls of n choices overlap."""
+    """`engine_s`: seconds with at least one engine call running, as the calls of n choices overlap."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()

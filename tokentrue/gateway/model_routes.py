@@ -78,7 +78,7 @@ OPERATIONS = (
     _GOOGLE(path=f"{_MODEL}:streamGenerateContent", streams=True, summary="Google streamGenerateContent"),
     _GOOGLE(path=f"{_MODEL}:countTokens", does="count", summary="Google countTokens", body=CountTokensBody),
 )
-# They decide the dialect of the error for an unknown path.
+# The last routes: they decide the dialect of the error for an unknown path.
 _UNKNOWN = (
     Operation(_MODEL + ":{verb}", Google, "nothing"),
     Operation("{rest:path}", Google, "nothing", versions=("v1beta",)),
@@ -122,7 +122,7 @@ class ModelEndpoint:
             with services.sessions.keep_loaded(await self._find(access)) as handle:
                 await request.run(handle)
         except BaseException as error:
-            # Nothing of the body has been read: the owner serves and logs the request.
+            # Before `run` nothing of the body has been read: the owner serves and logs the request.
             if isinstance(error, SessionElsewhere) and not request.is_running:
                 await services.peers.forward(error, scope, receive, send)
                 return

@@ -50,7 +50,7 @@ NODE_BYTES = 4096
 
 
 def fit_in_memory(session_limits: SessionLimits, limits: GatewayLimits) -> SessionLimits:
-    """One in use cannot be evicted."""
+    """Half of `live_sessions_bytes` for one session: one in use cannot be evicted."""
     most = limits.live_sessions_bytes // 2 // TOKEN_BYTES
     return replace(session_limits, max_tokens=min(most, session_limits.max_tokens or most))
 
@@ -106,8 +106,8 @@ class SessionHandle:
         return await add_parsed(conversations, dialect.parse_conversation(decoded, conversations, history=history))
 
     def find_request_key(self, scope: Scope, dialect: Dialect, body: bytes) -> str | None:
-        """The client's `Idempotency-Key`, or, for SDKs that send `x-stainless-retry-count`, the body's digest and a
-        counter."""
+        """Shared only with retries: the client's `Idempotency-Key`, or, for SDKs that send
+        `x-stainless-retry-count`, the body's digest and a counter."""
         given = read_header(scope["headers"], b"idempotency-key")
         retries = read_header(scope["headers"], b"x-stainless-retry-count")
         if given:
@@ -202,8 +202,8 @@ class SessionRegistry:
         self._live: OrderedDict[str, SessionHandle] = OrderedDict()
         self._opening: dict[str, asyncio.Task[SessionHandle]] = {}
         self._budget = ByteBudget(limits.message_caches_bytes)
-        self.memory_bytes = 0
-        # Of evicted sessions, minus what reloaded ones had.
+        self.memory_bytes = 0  # estimate for all sessions in memory
+        # Of evicted sessions, minus what reloaded ones had: with that of live sessions it is the total since start.
         self._evicted_coverage = CoverageTotals()
 
     def __len__(self) -> int:

@@ -44,7 +44,8 @@ _CHUNK = 1 << 16
 
 @record
 class ImageSettings(Checked):
-    """`fetch`: hosts whose URLs the gateway fetches. The numbers per request count repeated images."""
+    """`fetch`: hosts whose URLs the gateway fetches. The numbers per request count repeated images, those per
+    session do not."""
 
     fetch: tuple[str, ...] = ()
     fetch_s: Positive = 10.0
@@ -170,7 +171,7 @@ def _end_of_png(data: bytes) -> int:
 
 
 def _check_png_rows(data: bytes) -> None:
-    """Pillow leaves missing rows black."""
+    """Raises if rows are missing, which Pillow leaves black."""
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     bits = data[24] * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[data[25]]
     sizes = [(-((left - width) // wide), -((top - height) // tall)) for left, top, wide, tall in _PASSES[data[28]]]

@@ -62,11 +62,12 @@ class KeptRows:
 
 
 def remove_filtered(scaled_RV: Tensor, kept: KeptRows | None) -> Tensor:
+    """Scaled logits with -inf where a filter removed the id, as in the sampler."""
     return scaled_RV if kept is None else scaled_RV.masked_fill(kept.removed(scaled_RV.shape[-1]), -torch.inf)
 
 
 def scale_logits(logits_RV: Tensor, temperature: Tensor | float) -> Tensor:
-    """float32. `temperature`: a number or one per row."""
+    """float32 logits over temperature (a number or one per row)."""
     if not isinstance(temperature, Tensor):
         if temperature == 1.0:
             return logits_RV.float()

@@ -133,7 +133,7 @@ def guard(name: str, ops: Ops, forward: Forward) -> Forward:
 
 
 def unguard(forward: Forward) -> Forward:
-    """Torch calls of an exact operator pass."""
+    """`forward` of an exact operator: its torch calls pass."""
 
     def free(*args: object, **kwargs: object) -> object:
         with torch._C.DisableTorchFunction():

@@ -40,7 +40,8 @@ class CompletionBuilder:
     def __init__(
         self, engine: str, prompt_ids: TokenIds, *, version: int | None = None, must_count: bool = False
     ) -> None:
-        """`version`: of the adapter that samples. `must_count`: the engine expands images, so it must count the prompt."""
+        """`version`: of the adapter that samples. `must_count`: the engine expands images itself, so it must report
+        how many tokens the prompt had."""
         self.engine, self.prompt_ids, self._version, self._must_count = engine, prompt_ids, version, must_count
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -48,7 +49,7 @@ class CompletionBuilder:
         self.raw: list[float] = []
         # Of each piece: its tokens, their policy version, and what filters kept (if reported).
         self._pieces: list[tuple[int, int, SamplingMask | None]] = []
-        self._taken = 0
+        self._taken = 0  # tokens
         self._new = 0  # the first piece that was not taken yet
 
     def add(

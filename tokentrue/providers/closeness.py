@@ -13,6 +13,8 @@ from tokentrue.types import Completion, Ids, Sampling
 
 @record
 class Closeness:
+    """`first_difference` is the first differing token, or None."""
+
     close: bool
     exact: bool
     compared: int

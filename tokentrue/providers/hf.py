@@ -134,7 +134,7 @@ class HFProvider(Streaming):
 def pick(
     logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator
 ) -> tuple[int, float, Mapping[int, float], list[int]]:
-    """Also its log-probability, the top few, and the ids that filters kept (none: all)."""
+    """A token, its log-probability, the top few, and the ids that filters kept (none: all)."""
     if sampling.temperature == 0:
         logprobs_V = torch.log_softmax(logits_V, dim=-1)
         token = int(logprobs_V.argmax())

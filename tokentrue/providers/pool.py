@@ -43,8 +43,8 @@ from tokentrue.types import UNVERSIONED, Chunk, Completion, Finish, Ids, RoutedE
 T = TypeVar("T")
 RESUMABLE = (EngineUnreachable, EngineTimeout)
 RESUMPTIONS = 8  # of one generation
-GIVE_UP_S = 600.0  # after a generation's start
-CHECK_S = 5.0
+GIVE_UP_S = 600.0  # after the start of a generation, a failure is not resumed any more
+CHECK_S = 5.0  # between two health checks
 
 
 class Pool(Streaming):
@@ -64,7 +64,7 @@ class Pool(Streaming):
 
     @property
     def truthful_filters(self) -> frozenset[str] | None:
-        """At every replica that has reported."""
+        """Those that are truthful at every replica that has reported."""
         known = [filters for replica in self._replicas if (filters := replica.truthful_filters) is not None]
         return known[0].intersection(*known) if known else None
 

@@ -81,8 +81,10 @@ def load(name: str, **settings: Any) -> Provider:
     try:
         is_ours = name in ENGINES
         kind = getattr(import_module(module), attribute) if is_ours else load_plugin(find_plugins("providers")[name])
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] == "torch":
+    except (ModuleNotFoundError, ConfigError) as error:
+        causes = (error, error.__cause__)  # `load_plugin` raises from it
+        missing = [each.name or "" for each in causes if isinstance(each, ModuleNotFoundError)]
+        if any(name.partition(".")[0] == "torch" for name in missing):
             raise ConfigError(f"engine {name!r} needs torch: pip install 'tokentrue[engine]'") from error
         raise
     try:

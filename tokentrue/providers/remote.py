@@ -1,6 +1,6 @@
 """Engines that are servers. A request is retried only until its response begins; a generation that is not streamed and
-breaks off is sampled again, since none of its tokens arrived. Unknown fields of a response are ignored, because engines
-add them with every release."""
+breaks off is sampled again, since none of its tokens arrived. A body, and a line of an event stream, has at most
+`limit` bytes. Unknown fields of a response are ignored, because engines add them with every release."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ ANSWER_BYTES = 64 << 20
 POSITION_BYTES = 4096  # per token: log-probabilities, sampling mask and routing, in JSON
 UNBOUNDED_TOKENS = 16_384  # assumed for a request without max_tokens
 MOST_TOKENS = 65_536
-IMAGE_BYTES = 128 << 20  # of encoded images: each turn sends those of all turns before
+IMAGE_BYTES = 128 << 20  # encoded images that an engine's adapter keeps: each turn sends those of all turns before
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-NO_ADAPTERS = "LoRA is not enabled"  # both engines' words
+NO_ADAPTERS = "LoRA is not enabled"  # how both engines refuse an adapter if they were started without LoRA
 
 
 class EngineHttp:
@@ -267,8 +267,8 @@ async def read_tokens(http: EngineHttp, path: str, body: JsonMapping) -> TokenId
 
 # Published weights, in a directory that the server sees.
 #     ROOT/version-000007/model.safetensors      every name, no index; tied heads written out
-# An engine would load the shards of the first checkpoint that an index names, and keep an old head that it holds apart
-# from the embedding.
+# There is no index because an engine would load the shards of the first checkpoint that it names. A tied head is
+# written as a separate tensor: an engine that holds it apart from the embedding would keep the old one.
 #     ROOT/policy@7.3f9a1c/adapter_model.safetensors, adapter_config.json      a LoRA adapter, as peft saves it
 @record
 class WrittenWeights:
@@ -372,7 +372,7 @@ class RemoteEngine(Streaming):
         self.url = self._http.url
         self._running: dict[str, str | None] = {}  # the adapter, by request id
         self._own: dict[str, str] = {}  # adapters published here: the server's name by the one in requests
-        self._listed: set[str] = set()
+        self._listed: set[str] = set()  # adapters of the server
         self._adapter = adapter
         self._images: dict[str, bytes] = {}  # as JSON, by SHA-256, the one used last at the end
         self._weights_dir = None if weights_dir is None else Path(weights_dir) / self._http.place
@@ -592,7 +592,8 @@ def common_params(
     schema: Callable[[JsonMapping | None], JsonObject],
 ) -> JsonObject:
     """Settings that both engines name alike. `own`: the engine's own constraints; `tag` and `schema` write a structural
-    tag and a JSON schema (None: any object) as the engine wants them."""
+    tag and a JSON schema (None: any object) as the engine wants them. Log-probabilities are those under a constraint's
+    mask."""
     extra = sampling.extra
     same = ("temperature", "top_p", "min_p", *PENALTIES)
     params: JsonObject = {name: getattr(sampling, name) for name in same} | {"skip_special_tokens": False}
@@ -614,7 +615,9 @@ def common_params(
         elif wanted.get("type") == "json_schema" and isinstance(declared, Mapping):
             params |= schema(_object(cast("object", declared)))
         else:
-            raise SamplingError("response_format: must be json_object, or json_schema with a json_schema.schema")
+            raise SamplingError(
+                "response_format: must be of type json_object, or json_schema with a json_schema.schema"
+            )
     return params
 
 
@@ -623,7 +626,7 @@ def _object(value: object) -> JsonMapping:
 
 
 def dump_settings(value: object) -> bytes:
-    """What JSON cannot hold came from the client."""
+    """Values that JSON cannot hold come from the client: they are its error."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:

@@ -148,7 +148,7 @@ def turn_from_line(value: JsonValue, where: str, *, encode: Encode | None, stop_
         if not isinstance(logprobs, list):
             logprobs = [invent_logprob(place, token_id) for place, token_id in enumerate(ids)]
         if len(logprobs) != len(ids):
-            raise FileFormatError(f"{len(ids)} token ids (with a text's stop token), {len(logprobs)} logprobs")
+            raise FileFormatError(f"{len(ids)} token ids (with the stop token of a text), {len(logprobs)} logprobs")
         for place, logprob in enumerate(logprobs):
             if not is_logprob(logprob):
                 raise FileFormatError(f"logprobs[{place}] must be a log-probability, got {logprob!r}")

@@ -204,7 +204,8 @@ class VLLMProvider(RemoteEngine):
         return await super().interrupt() if self._has_token_route else 0
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        # Closing the connection cancels, too; behind a router this makes it certain. The server prefixes the id.
+        # Closing the connection cancels, too; this makes it certain behind a router. The server prefixes the request id
+        # with the route's name.
         if self._has_token_route:
             names = [name for each in request_ids for name in (each, f"generate-tokens-{each}")]
             await self._post("/inference/v1/abort_requests", {"request_ids": names})

@@ -365,7 +365,7 @@ def _shield(codec: Codec, value: JsonValue, mark: str) -> JsonValue:
 
 
 def _shield_text(text: str, literals: LiteralFinder, mark: str) -> str:
-    """Inside literals, and at an end that the template's text could complete to a literal."""
+    """Puts marks inside literals, and at an end that the template's text could complete to a literal."""
     while found := [
         hit for hit in literals.find(text) if not (hit.end - hit.start == 1 and text[max(hit.start - 1, 0)] == mark)
     ]:

@@ -1,6 +1,6 @@
-"""Normalises messages and tools to the plain shape that one template takes: arguments are parsed from JSON text, null
-content becomes "", parts are joined if the template takes strings, tool results get the name and id of their call. No
-text is changed."""
+"""Normalises messages and tools to the plain shape that one template takes; bad input is a MessageError with the field.
+Arguments are parsed from JSON text, null content becomes "", parts are joined if the template takes strings, tool
+results get the name and id of their call. No text is changed."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _remember_safe_attributes(environment: SandboxedEnvironment) -> None:
 
 
 def find_input_format(template: Template, kwargs: JsonMapping) -> InputFormat:
-    """Decides by whether marked words survive a render. Raises if it does not compile."""
+    """Decides each fact by whether marked words survive a render, never by name. Raises if it does not compile."""
     template.compile()
     inputs = InputFormat(developer="developer" in template.source)
     first, second = "qzfirstqz", "qzsecondqz"

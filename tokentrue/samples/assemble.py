@@ -294,7 +294,7 @@ def _unserved_reason(node: Node) -> str | None:
 
 
 def _losers(tree: Tree, answers: list[Node], newest: dict[str, int]) -> dict[str, str]:
-    """Why answers do not survive: all but the one with the latest activity and parallel ones that were continued."""
+    """All but the answer with the latest activity and the parallel ones that were continued."""
     served = [node for node in answers if _unserved_reason(node) is None or tree.followers.get(node.id)]
     if not served:
         return {}

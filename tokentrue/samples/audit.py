@@ -1,6 +1,7 @@
 """Audits exported samples from the file alone: certificates, masks, log-probabilities, prefix identity, coverage.
 
-A passing file is undamaged. To see that nobody rewrote it entirely, compare `certificate.chain` with the gateway's.
+A passing file is undamaged; this does not prove that nobody rewrote it entirely: for that, compare `certificate.chain`
+with the one that the gateway reported.
 """
 
 from __future__ import annotations

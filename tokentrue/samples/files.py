@@ -1,4 +1,5 @@
-"""Writes a sample file, under a temporary name until it is whole; reads any format; audits a file before training."""
+"""Writes a sample file under a temporary name (devices and pipes directly), reads any format, and audits a file before
+training."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from tokentrue.types import Sample
 
 @record
 class GroupedSessions:
-    """By session, in the order of first samples; `of_sample` maps each sample to its session number."""
+    """`groups` and `rewards`: by session, in the order of first samples; `of_sample` maps each sample to its session
+    number."""
 
     groups: list[str]
     rewards: list[float]

@@ -22,7 +22,7 @@ def check_name(sha256: str) -> None:
 
 
 class ImageFolder:
-    """Files by hash, written before the samples file has its name: it never refers to a missing one."""
+    """Files by hash. They are written before the samples file has its name, so it never refers to a missing one."""
 
     def __init__(self, samples: str | Path) -> None:
         self.path = Path(f"{Path(samples).resolve()}.images")

@@ -1,8 +1,9 @@
 """What a sample holds in `metadata.tokentrue`: a row for each turn on its path, and a seal, with which a third party
 verifies it.
 
-The certificate's chain binds ids, log-probabilities and versions; the seal mask, spans, reward, names, coverage, rows,
-images and optional columns. Samples of other programs record no turns, or only `given` and `sampled` of each.
+The certificate's chain binds ids, log-probabilities and versions; the seal binds mask, spans, reward, names, coverage,
+rows, routing, sampling mask, top log-probabilities and images. Samples of other programs record no turns, or only
+`given` and `sampled` of each.
 """
 
 from __future__ import annotations

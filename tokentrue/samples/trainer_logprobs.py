@@ -1,5 +1,5 @@
 """The file of `--trainer-logprobs`: JSON lines `{"sample_id": …, "logprobs": [per token, null where unknown]}`, with an
-optional `"entropy"` list of the same length, in nats.
+optional `"entropy"` list of the same length, in nats. Invalid values are refused with line and token.
 """
 
 from __future__ import annotations

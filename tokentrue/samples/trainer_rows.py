@@ -176,8 +176,8 @@ def prime_rl_columns(row: JsonMapping) -> Columns:
 
 
 def tinker_row(sample: Sample) -> JsonObject:
-    """A `Datum`: position i of the input predicts token i + 1. Add `loss_fn_inputs["advantages"]`, zero where `mask`
-    is."""
+    """A `Datum`: position i of the input predicts token i + 1, so every column is shifted by one. Add
+    `loss_fn_inputs["advantages"]`, zero where `mask` is."""
     refuse_images(sample, "tinker")
     ids = list(sample.token_ids)
 

@@ -54,7 +54,7 @@ class SessionImages:
         return new
 
     def add(self, images: Sequence[ImageFile]) -> None:
-        """When they are in the journal."""
+        """Call it when they are in the journal."""
         for image in images:
             if image.sha256 not in self.reader.recorded:
                 self._bytes += len(image.data)

@@ -72,8 +72,8 @@ class Resolution:
 
 @record
 class PathFit:
-    """How the first `depth` messages of a request fit the path to a node. `num_respelled`: given messages that are
-    written differently."""
+    """How the first `depth` messages of a request fit the path to a node. `num_changes`: of replayed served messages;
+    `num_respelled`: given messages that are written differently."""
 
     depth: int = 0
     num_changes: int = 0
@@ -247,6 +247,7 @@ class _Search:
             nodes = [node for node in nodes if self._may_have_same_tools(node)]
         fits = [(node, fit) for node in nodes if (fit := self._fit(node)) is not None]
         fits = [(node, fit) for node, fit in fits if not fit.num_respelled or await self._renders_alike(node)]
+        # Prefer a complete answer to one that broke off.
         fits = [(node, fit) for node, fit in fits if node.outcome == "served"] or fits
         same = [(node, fit) for node, fit in fits if await self._has_same_tools(node)]
         if other is None:
@@ -286,7 +287,8 @@ class _Search:
         return found
 
     def _fit_turns(self, node: Node, num_system: int, joined: Node) -> PathFit | None:
-        """Each after its system prompt; None unless all given messages are identical."""
+        """The request and the conversation of `node`, each after its system prompt; None unless all given messages
+        are identical."""
         items = self._tree.conversation(node)[self._index.places[node.id].num_system :]
         # Under the first prompt of a kind, the turns to `joined` are the client's copies, perhaps written differently
         # from this request, which fits `joined` itself.
@@ -302,7 +304,8 @@ class _Search:
     def _choose(
         self, fits: Sequence[tuple[Node, PathFit]], *, same_tools: bool = True, other: Match | None = None
     ) -> Match:
-        # Two sub-agents may differ by a `name` that the template does not print, and be served the same text.
+        # Given messages first: two sub-agents may differ by a `name` that the template does not print, and be served
+        # the same text.
         fewest = min(fit.num_respelled for _, fit in fits)
         fits = [(node, fit) for node, fit in fits if fit.num_respelled == fewest]
         best = min(fit.num_changes for _, fit in fits)

@@ -32,7 +32,7 @@ HUGE = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokentrue-huge")
 @record
 class SessionLimits:
     """None: no limit. `max_tokens` counts recorded tokens, `max_new_chars` a request's characters that are not recorded
-    yet. `conversation_bytes` bounds the cache of conversations."""
+    yet. `conversation_bytes` bounds the cache of conversations; 0 disables it."""
 
     max_nodes: int | None = 10_000
     max_tokens: int | None = 20_000_000
@@ -69,7 +69,8 @@ class SessionLimits:
 
 
 def check_pinned(sampling: Sampling | JsonMapping | None) -> JsonMapping:
-    """Of a `Sampling` every field, of a mapping those it names."""
+    """Sampling values of a session that override the client's: of a `Sampling` every field, of a mapping those it
+    names. (Pinned prompts are in `stages/pinning`.)"""
     if isinstance(sampling, Sampling):
         return {name: getattr(sampling, name) for name in _FIELDS}
     values = dict(sampling or {})
@@ -80,7 +81,8 @@ def check_pinned(sampling: Sampling | JsonMapping | None) -> JsonMapping:
 
 
 def resolve_sampling(sampling: Sampling, pinned: JsonMapping, *, renderer: Renderer, training: bool) -> Sampling:
-    """Pinned values over the client's, plus the renderer's stop tokens. Refuses penalties if a trainer will score."""
+    """Pinned values over the client's, plus the renderer's stop tokens. Refuses penalties if a trainer will score
+    the tokens."""
     if pinned:
         values = Sampling(**pinned)
         sampling = replace(sampling, **{name: getattr(values, name) for name in pinned})
@@ -92,7 +94,7 @@ def resolve_sampling(sampling: Sampling, pinned: JsonMapping, *, renderer: Rende
 
 
 async def check_truthful(sampling: Sampling, provider: Provider) -> None:
-    """Refuses filters under which the engine does not report what it sampled from."""
+    """Refuses filters under which the engine does not report the log-probabilities that it sampled from."""
     if not sampling.filters:
         return
     if provider.truthful_filters is None:
@@ -123,7 +125,7 @@ def is_same_request(recorded: str | None, identity: bytes) -> bool:
 def constraints_from(
     choice: str | JsonObject | None, format_: JsonObject | None, tools: tuple[JsonObject, ...] | None
 ) -> tuple[JsonObject, tuple[JsonObject, ...] | None]:
-    """Entries for `Sampling.extra`, and the prompt's tools (none for "none")."""
+    """Entries for `Sampling.extra` that the engine enforces, and the prompt's tools (none for "none")."""
     extra: JsonObject = {}
     if choice == "none":
         tools = None

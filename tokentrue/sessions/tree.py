@@ -74,16 +74,16 @@ class Node:
     served: Message
     chain: bytes
     prompt_length: int
-    prompt_digest: bytes  # SHA-256 of the prompt ids, recorded and sent
+    prompt_digest: bytes  # SHA-256 of the recorded prompt ids; the provider's prompt had the same (`_sent_digest`)
     stopped_by: int | str | None = None
     attempts: tuple[Attempt, ...] = ()  # of tool calls that did not parse
     dialect: str = "openai_chat"
-    model: str | None = None  # as requested, if it was and an older release did not record it
+    model: str | None = None  # as requested; None if the request named none, or an older release recorded it
     projection: str = "root"
     edge_reason: str | None = None
     detail: str = ""
     replaced: tuple[Message, ...] = ()  # the client's system prompt, where a pinned one replaced it
-    origin: str | None = None  # the node that it continues with other tokens
+    origin: str | None = None  # the node whose conversation it continues with other tokens: as a root, or on `parent`
     outcome: Outcome = "served"
     tools: Tools | None = None
     template_kwargs: TemplateKwargs = field(default_factory=JsonObject)

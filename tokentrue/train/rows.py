@@ -68,7 +68,7 @@ class Row(ScoredRow):
 
 
 def row_from_sample(sample: Sample, group: str, temperature: float = 1.0, images: ReadImage | None = None) -> Row:
-    """`temperature`: of samples which do not record theirs; `images` reads their images' bytes."""
+    """`temperature`: of samples which do not record theirs; `images` reads the bytes of their images."""
     name = f"sample {sample.sample_id}"
     if sample.reward is None:
         raise TokenContractError(f"{name} has no reward; score its session first")

@@ -71,7 +71,7 @@ class ExactScorer:
 
 
 class PlainScorer:
-    """The model's own forward on right-padded rows, as an ordinary trainer computes."""
+    """The model's own forward pass on right-padded rows: what an ordinary trainer computes."""
 
     is_padded = True
     tree = False

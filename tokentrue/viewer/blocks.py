@@ -31,7 +31,7 @@ def cut_blocks(branch: Branch, turns: Sequence[TurnMessages] | None) -> list[Jso
     if pending is not None:
         names = {"turn": branch.sample.spans[-1].turn, "role": "structure", "kind": "given"}
         blocks.append({"start": pending, "end": len(branch.sample.token_ids), **names, "body": pending})
-    # By their order in the turn; omitted if the numbers differ.
+    # Messages belong to blocks by their order in the turn; omitted if their numbers differ.
     for number, turn in enumerate(turns or ()):
         given = [block for block in blocks if block["turn"] == number and block["kind"] == "given"]
         if len(given) == len(turn.given):

@@ -39,7 +39,7 @@ VIEWS: Mapping[str, tuple[str, ...]] = {  # the arguments of each
 }
 STRIP = 1000  # points of a rollout's strip in the group view
 SEARCH_S, MATCHES, AROUND = 1.5, 50, 60  # of one search request; messages, and characters beside the text
-TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0  # of one call to a gateway
 FRESH_S = 2.0  # seconds for which a live source's advantages are cached
 TEXT = 2000  # characters of a message in the group view
 NO_MODEL = "this needs the model's tokenizer and chat template: start the viewer with --model DIR"

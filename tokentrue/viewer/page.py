@@ -177,7 +177,7 @@ class ReportTable:
 
 @record
 class Report:
-    """`facts` are label and value; `verdict` is one sentence."""
+    """`facts` are label and value; `verdict` is one sentence, `ok` whether it is good."""
 
     title: str
     verdict: str = ""

@@ -36,13 +36,14 @@ class Branch:
     template_kwargs: TemplateKwargs = field(default_factory=JsonObject)
     inserted: tuple[tuple[int, int], ...] | None = None
     entropy: Sequence[float | None] | None = None
-    projection: str = ""  # how the last request replayed the history
+    projection: str = ""  # how the client's last request replayed the history: "exact", "reasoning_dropped", …
     abandoned: str | None = None  # why no token of this branch's leaf is trained
 
 
 @record
 class SessionSummary:
-    """`untrained`: sampled tokens by reason; `task`: how the first user message begins; `fork`: why the first one."""
+    """`untrained`: sampled tokens by reason; `task`: how the first user message begins; `fork`: the reason of
+    the first one."""
 
     session_id: str
     group: str | None

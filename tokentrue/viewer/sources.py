@@ -135,7 +135,8 @@ def _node_rows(sample: Sample) -> list[TurnRow]:
 
 
 class SummaryCache:
-    """A summary is kept until its session changes, and refreshed within a time budget per request."""
+    """A summary is kept until its session changes, and refreshed within a time budget per request: a store with
+    thousands of sessions catches up over the next requests."""
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s

@@ -1,4 +1,5 @@
-"""Command-line agents as an environment."""
+"""Command-line agents as an environment: one process per rollout, connected to its session, and a command that
+scores its work."""
 
 from tokentrue.environments.agents.environment import CommandLineAgent
 

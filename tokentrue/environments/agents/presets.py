@@ -29,7 +29,8 @@ env_key = "GATEWAY_KEY"
 
 @record
 class AgentPreset:
-    """`home_files`: by path, texts or JSON. `broken_off` ends the last line of an agent that gave up with exit code 0."""
+    """`home_files`: by path, texts or JSON. `broken_off` ends the last line of an agent that gave up with exit code 0:
+    the rollout fails."""
 
     name: str
     program: str
@@ -142,7 +143,8 @@ PRESETS: Mapping[str, AgentPreset] = {
 
 
 def load_preset(agent: str) -> AgentPreset:
-    """A preset by name, or one made from a command: the addresses are in the variables that SDKs read."""
+    """A preset by name, or one made from a command: the task is a single argument, and the addresses are in the
+    variables that SDKs read."""
     if agent in PRESETS:
         return PRESETS[agent]
     if TASK not in agent:

@@ -46,8 +46,9 @@ PORT = 47321  # of the bridge, on the agent's loopback
 BRIDGE = Path("/run/gateway")  # where the folder of its Unix socket is mounted
 SOCKET = "socket"
 CONNECTIONS = 128  # concurrent connections of one agent; each takes two file descriptors of this process
-# Runs in the sandbox: listens on its loopback interface, passes the listening socket to this process and execs the
-# agent. Connections are thus accepted outside: no helper runs inside that the agent could stop or replace.
+# Runs in the sandbox before the agent: listens on its loopback interface, passes the listening socket to this process
+# through a Unix socket and execs the agent. Connections are thus accepted outside: no helper runs inside that the agent
+# could stop or replace.
 ENTER = f"""
 import os, socket, sys
 server = socket.create_server(("127.0.0.1", {PORT}))
@@ -129,8 +130,8 @@ def bwrap_command(
             line += ["--dir", str(parent)]
         line += ["--bind" if is_writable else "--ro-bind", str(path), str(inside)]
     line += ["--remount-ro", "/", "--chdir", str(cwd), "--", *(DROP_ROOT if is_root else ())]
-    # Inside the sandbox the kernel counts its processes, not the user's. Not RLIMIT_AS: JavaScript engines reserve far
-    # more addresses than they use.
+    # Set inside the sandbox: the kernel then counts its processes, not the user's. RLIMIT_DATA, not RLIMIT_AS, because
+    # JavaScript engines reserve far more addresses than they use.
     memory, file = limits.memory_mib * MIB, limits.file_mib * MIB
     line += ["prlimit", f"--data={memory}", f"--nproc={limits.processes}", f"--fsize={file}", "--core=0", "--"]
     return [*line, *command]
@@ -166,7 +167,8 @@ def is_whole_home(folder: Path) -> bool:
 
 
 def parts_beside(folder: Path) -> list[Path]:
-    """Also the libraries beside the `bin` of a prefix; for npm its node_modules."""
+    """A directory of programs and, if it is the `bin` of a prefix, the libraries beside it; for npm its
+    node_modules."""
     tops = [parent for parent in (folder, *folder.parents) if parent.name == "node_modules"]
     if tops:
         return [tops[-1]]

@@ -29,7 +29,8 @@ PREFIX = "tokentrue-rollout-"
 
 @record
 class Workspace:
-    """`objects` is the object store that a checkout borrows from, read-only."""
+    """`agent` and `score` are each writable by one command. `objects` is the object store that a checkout borrows
+    from, read-only."""
 
     directory: Path
     objects: Path | None = None
@@ -106,14 +107,14 @@ def give_to(folder: Path, owner: int) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    # The system's programs follow no links: an agent may have nested folders deeper than Python recurses, and removed
-    # its own permissions.
+    # With the system's programs, which follow no links: an agent may have nested folders deeper than Python recurses,
+    # and removed its own permissions.
     for command in (["chmod", "-R", "u+rwX", "--"], ["rm", "-rf", "--"]):
         subprocess.run([*command, str(directory)], capture_output=True, stdin=subprocess.DEVNULL)
 
 
 def find_abandoned(under: Path) -> list[Path]:
-    """The kernel has released the locks of killed processes."""
+    """The directories of killed processes: the kernel has released their locks."""
     found: list[Path] = []
     for directory in under.glob(f"{PREFIX}*"):
         if not directory.is_symlink() and directory.lstat().st_uid == os.geteuid():

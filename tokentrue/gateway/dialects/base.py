@@ -60,7 +60,8 @@ class HttpError(TokenTrueError):
 class RequestHead:
     """A request's body without its conversation. `options`: what the reply's shape depends on. `continues`: the node
     whose recorded conversation precedes the items of the body (`previous_response_id`), without its `instructions` if
-    `was_instructed`; `last_node`: the last recorded turn that the request names."""
+    `was_instructed`; `last_node`: the last recorded turn that the request names, which becomes
+    `TurnRequest.continues`."""
 
     model: str
     stream: bool = False
@@ -136,7 +137,7 @@ class Dialect:
         raise NotImplementedError
 
     def parse_item(self, item: JsonValue, path: str) -> tuple[Message, ...]:
-        """To messages in the OpenAI shape."""
+        """To messages in the OpenAI shape; `path` names the item in errors."""
         raise NotImplementedError
 
     def is_settled(self, item: JsonValue) -> bool:
@@ -144,6 +145,7 @@ class Dialect:
         return True
 
     def continues_turn(self, parts: Sequence[Message], part: Message) -> bool:
+        """True if `part`, after the assistant's `parts`, belongs to the same turn."""
         return True
 
     def join_turn(self, parts: Sequence[Message]) -> Message:
@@ -161,7 +163,8 @@ class Dialect:
     def parse_conversation(
         self, decoded: DecodedBody, earlier: Conversations, *, history: Messages = ()
     ) -> ParsedConversation:
-        """`history` precedes the items. An assistant turn of several items is shared only if all are equal."""
+        """`history` precedes the items. An assistant turn of several items is shared with an earlier request only if
+        all are equal."""
         if not decoded.items:
             raise MessageError("must be a list with at least one item", field=self.items_key)
         all_sources = [*map(own_source, history), *map(shorten_source, decoded.items)]

@@ -134,7 +134,7 @@ class OutputItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def build(self, signer: ReasoningSigner, status: str) -> JsonObject:
-        """`status`: "in_progress" for the item without its text."""
+        """`status`: "in_progress" for the item without its text. A call is incomplete if its arguments broke off."""
         is_new = status == "in_progress"
         if self.kind == "reasoning":
             item: JsonObject = {"type": "reasoning", "id": self.id, "summary": [], "status": status}
@@ -261,7 +261,8 @@ class ResponsesEncoder(Encoder):
         logprobs: list[JsonObject] = []
         if self.head.options.logprobs:
             logprobs = reply_logprobs(reply, self.text_of)["content"]
-        # Only the last item has the turn's status, and none beside calls: a whole reply has later text before them.
+        # Only the last item of a turn without calls has the turn's status. With calls the position says nothing: in a
+        # whole reply, text sampled after a call precedes it.
         has_calls = any(item.kind == "call" for item in items)
         output: list[JsonObject] = []
         for item in items:
@@ -424,6 +425,7 @@ class OpenAIResponses(Dialect):
         return (message,)
 
     def _message(self, item: JsonObject, path: str) -> Message | None:
+        """None for reasoning without any text left."""
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "reasoning":
             text = self._reasoning(item, path)
@@ -453,7 +455,8 @@ class OpenAIResponses(Dialect):
         return join_text(item.get(key), REASONING_PARTS, f"{path}.{key}", glue="") or ""
 
     def _arguments(self, call: CallItem) -> str:
-        """Inverse of `custom_input`. Arguments that broke off or contain more are in the record."""
+        """Inverse of `custom_input`. Arguments that broke off or contain more are found in the record by the
+        call's id."""
         recorded = self._find_arguments(call.call_id)
         found = (arguments for arguments in recorded if custom_input(arguments) == call.input)
         return next(found, None) or orjson.dumps({"input": call.input}).decode()

@@ -79,7 +79,8 @@ class Peers:
             with cancel_on_disconnect(receive_later):
                 await _relay(client, base, scope, _read_parts(receive, body_sent, body), send)
         except aiohttp.ClientConnectionError:
-            LOG.warning("owner_unreachable: %s owns the session of %s", elsewhere.url, scope["path"])
+            said = "owner_unreachable: %s owns the session of %s and does not answer"
+            LOG.warning(said, elsewhere.url, scope["path"])
             cure = "it is started again, or another one takes over when its lease has expired: send this again"
             message = f"the process that owns this session does not answer; {cure}"
             raise HttpError(503, "owner_unreachable", message, retry_after_s=1.0) from None

@@ -28,7 +28,7 @@ from tokentrue.gateway.config import GatewayLimits
 
 BACKLOG = 4096
 IDLE_CONNECTION_S = 120
-MOST_PIPELINED = 64  # requests; all of one read are parsed at once
+MOST_PIPELINED = 64  # requests waiting for an earlier reply; all of one read are parsed at once
 FRAMING_PER_BODY_BYTE = 8  # a chunk of one byte has at least five bytes of framing
 
 
@@ -94,7 +94,8 @@ class JsonLines(logging.Formatter):
 
 class BoundedHttp(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol within `GatewayLimits`: by itself it does not limit a head or trailers, merges
-    trailers into the headers, and waits forever for a head, a body and a client that reads."""
+    trailers into the headers, and waits forever for a head, a body and a client that reads. What exceeds a limit gets
+    400 or a closed connection."""
 
     limits: ClassVar[GatewayLimits]
     _timer: asyncio.TimerHandle | None = None  # timeout of the head or body being received

@@ -27,7 +27,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def two_rows(x_MK: Tensor) -> Tensor:
-    """A single row would take the matrix-vector kernel, which sums in another order."""
+    """Pads one row to two: a single row would take the matrix-vector kernel, which sums in another order."""
     return x_MK.expand(2, -1).contiguous() if x_MK.shape[0] == 1 else x_MK
 
 

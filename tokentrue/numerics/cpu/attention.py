@@ -2,8 +2,8 @@
 
 A query's result is a float32 fold over key blocks of 128, in order: scores by one product over the head size, the
 maximum over all visible keys, exp, then per block the product with the values and the sum, a sink last. Masked and
-padded keys have weight exactly 0. A product gives a row the same bits from a minimum number of rows on, which the
-self-test finds.
+padded keys have weight exactly 0, so padding changes nothing. A product gives a row the same bits from a minimum number
+of rows on, which the self-test finds.
 
 Legend: X batch of (key head, sequence), M query rows (position-major, then heads of the group), N keys (a multiple of
 128), D head size.
@@ -342,7 +342,7 @@ def past_the_end() -> Tensor:
 
 
 def hidden_decode(contexts: list[int], keys: int, window: int | None) -> Tensor:
-    """[S,1,N]; only over the last block if that suffices."""
+    """[S,1,N]: mask of hidden keys; only over the last block if that suffices."""
     first = keys - KEYS
     if window is None and min(contexts) > first:
         return past_the_end()[[context - first for context in contexts]].unsqueeze(1)

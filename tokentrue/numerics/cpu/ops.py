@@ -284,7 +284,7 @@ def sums_independent(name: str, width: int, threads: int) -> bool:
 
 @cache
 def plain_equals_onednn(k: int, n: int, bias: bool, threads: int) -> bool:
-    """For every row count that uses these products."""
+    """True if ordinary and transposed products have oneDNN's bits for every row count that uses them."""
     x, w, b = example(k, n, bias, torch.float32)
     transposed = w.t().contiguous()
     with torch.no_grad():

@@ -96,7 +96,8 @@ class ContextBuilder:
         return {**call, "function": {**call["function"], "arguments": make_arguments(known, self._inputs)}}
 
     def mark(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], list[str]]:
-        """Replaces each content by a unique word; if a message has only calls, the last argument."""
+        """Replaces each content by a unique word; if a message has only calls, the last argument. Also returns the
+        words."""
         out: list[JsonObject] = []
         words = [f"{self._base}n{index}e" for index in range(len(messages))]
         for message, word in zip(messages, words, strict=True):

@@ -44,8 +44,8 @@ MAX_PLANS = 4096
 
 
 class Extender:
-    """`safe`: content cannot become structure, and tool messages get the name of the call they answer. `max_plans`:
-    cache size; 0 plans every request."""
+    """`safe`: content cannot become structure, and tool messages get the name of the call they answer; without it an
+    engine's template gets messages as the client sent them. `max_plans`: cache size; 0 plans every request."""
 
     def __init__(
         self,
@@ -146,8 +146,8 @@ class Extender:
         return plan, tail
 
     def _plan(self, request: ExtendRequest) -> tuple[ExtendPlan, ExtendRequest]:
-        """Also the request that it was made on: the whole one, unless the template raises on an earlier message, for
-        example on malformed arguments of a call."""
+        """The plan, and the request that it was made on: the whole one, unless the template raises on an earlier
+        message, for example on malformed arguments of a call."""
         whole = replace(request, is_whole=True)
         try:
             return self.splicer.plan(whole), whole
@@ -162,7 +162,7 @@ class Extender:
     def _read_request(
         self, prefix_ids: Ids, messages: Messages, new: Messages, tools: Tools | None, kwargs: JsonMapping
     ) -> tuple[ExtendRequest, Hashable]:
-        """Also a key that requests of one form share."""
+        """The request, and a key that requests of one form share."""
         read = self._read_past(messages)
         first, last = read[0].value, read[-1].value
         calls = last.get("tool_calls") or ()
@@ -205,7 +205,7 @@ class Extender:
         return read
 
     def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: JsonMapping) -> bool:
-        """An open turn without content and end-of-reasoning marker."""
+        """True if an open turn was cut off during reasoning: no content, and no end-of-reasoning marker."""
         if not last.get("reasoning_content") or last["content"] or last.get("tool_calls"):
             return False
         closing = self.splicer.render_reasoning_end(kwargs).strip()
@@ -222,7 +222,7 @@ def describe_shape(message: JsonObject) -> Hashable:
 
 
 def make_key(value: JsonValue) -> bytes:
-    """Exact: `True` and `1`, or different key orders, differ."""
+    """Empty if there is no value. Exact: `True` and `1`, or different key orders, differ."""
     if value is None:
         return b""
     try:

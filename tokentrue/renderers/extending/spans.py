@@ -1,5 +1,6 @@
 """Attributes each token of a prompt to a message: the template's text is known from a marked render, the rest is
-content. A token of both counts as content. If the positions cannot be determined, everything is structure."""
+content. Spans cover all tokens. A token of both structure and content counts as content. If the positions cannot be
+determined, everything is structure."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def compute_spans(
 
 
 def find_contents(text: str, mark: str, template_texts: Sequence[str]) -> list[tuple[int, int]]:
-    """In bytes of the text without marks."""
+    """Start and end of each content, in bytes of the text without marks."""
     if len(template_texts) < 2 or not text.startswith(template_texts[0]):
         return []
     chars: list[int] = []
@@ -78,8 +79,8 @@ def find_contents(text: str, mark: str, template_texts: Sequence[str]) -> list[t
 
 
 def _find_plain_ends(codec: Codec, data: bytes, ids: TokenIds, places: Sequence[tuple[int, int]]) -> np.ndarray | None:
-    """In bytes, if the tokens are spelled as the text; compares the tokens around each place, and the length of all.
-    `_find_spaced_ends` would find the same in 52 ms where this takes 0.7 (114,000 ids)."""
+    """End of each token, in bytes, if the tokens are spelled as the text; compares the tokens around each place, and
+    the length of all. `_find_spaced_ends` would find the same in 52 ms where this takes 0.7 (114,000 ids)."""
     ends = codec.spelling.lengths(ids).cumsum()
     if ends[-1] != len(data):
         return None

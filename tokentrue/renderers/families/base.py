@@ -28,8 +28,8 @@ class CallForm:
 @record
 class Family:
     """What a chat template does not say. `response_template`: a schema of `transformers.utils.chat_parsing`;
-    `template_kwargs`: defaults. `call_ids`: "openai" (`call_` and hex), or "short" if the template requires nine
-    letters and digits (Mistral)."""
+    `template_kwargs`: defaults for what the caller omits. `call_ids`: "openai" (`call_` and hex), or "short" if the
+    template requires nine letters and digits (Mistral)."""
 
     name: str
     response_template: JsonMapping | None = None
@@ -142,8 +142,9 @@ def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> F
 def calls_between_tokens(
     *, section: tuple[str, str], call: tuple[str, str], head: str, tail: str = "", transform: JsonMapping = NAMED
 ) -> Fields:
-    """JSON calls, each between two marker tokens, all between two section tokens. `head` is the pattern between a
-    call's opening token and its arguments and captures the name; `tail` follows them."""
+    """JSON calls, each between two marker tokens, all between two section tokens that belong to the first and last
+    call. `head` is the pattern between a call's opening token and its arguments and captures the name; `tail` follows
+    them."""
     begin, end = rf"(?:{section[0]}\s*)?{call[0]}", rf"{call[1]}(?:\s*{section[1]})?"
     return {
         "tool_calls": {

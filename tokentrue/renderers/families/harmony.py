@@ -77,7 +77,8 @@ _TALK = """\
 
 
 def correct_template(template: str) -> str | None:
-    """Fixes that, and lets `conversation_start_date` set the date; None if the template is a different one."""
+    """The shipped template changed to match the library; `conversation_start_date` sets the date. None if the
+    template is a different one."""
     head, found, _ = template.partition(_BEGIN)
     if not found or head.count(_BLANK_LINES) != 1 or head.count(_TODAY) != 1:
         return None

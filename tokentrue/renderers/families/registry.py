@@ -1,4 +1,4 @@
-"""The families and how a template is matched to one."""
+"""The families and how a template is matched to one. A new family is one function and its name in `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -219,7 +219,8 @@ FAMILIES: tuple[Callable[[Clues], Family | None], ...] = (
 
 
 def family_for(template_text: str, tokenizer: Any, tokens: Iterable[str] | None = None) -> Family:
-    """Or "plain" (all text is content, no calls). A response template shipped with the tokenizer overrides ours."""
+    """The template's family, or "plain" (all text is content, no calls). A response template shipped with the tokenizer
+    overrides ours. `tokens`: the tokenizer's added tokens, if the caller has them."""
     if tokens is None:
         tokens = (str(token.content) for token in tokenizer.added_tokens_decoder.values())
     clues = Clues(template=template_text, tokens=frozenset(tokens))

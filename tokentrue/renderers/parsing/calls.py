@@ -59,7 +59,7 @@ def _as_object(value: JsonValue) -> JsonMapping:
 
 
 def type_value(value: JsonValue, schema: JsonValue) -> JsonValue:
-    """A value that does not fit the schema stays the model's string."""
+    """Of the schema's type; a value that does not fit it stays the model's string."""
     if not isinstance(value, str):
         return value
     types = _list_types(schema)
@@ -324,7 +324,7 @@ class TagCallReader:
 
 
 def type_match(match: regex.Match[str], schema: JsonValue) -> JsonValue:
-    """By its own attribute (DeepSeek's `string="true"`), else by the schema."""
+    """A parameter's value, typed by its own attribute (DeepSeek's `string="true"`), else by the schema."""
     declared, value = match.groupdict().get("string"), match["value"]
     if declared is None:
         return type_value(value, schema)

@@ -80,7 +80,7 @@ class TextLayout:
 
 @record
 class Grammar:
-    """`regions`: by open field. `generation_ids` open an assistant turn, for callers without a prompt."""
+    """`regions`: by open field (None: none). `generation_ids` open an assistant turn, for callers without a prompt."""
 
     fields: Mapping[str, ForeignField]
     implicit: str | None  # the field of text outside all markers

@@ -27,13 +27,13 @@ from tokentrue.types import Attempt, Delta, Ended, Ids, Parsed, Status, Tools
 
 _SPACE = " \t\r\n"
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ANCHOR_WINDOWS = (8, 48, 1024)  # tokens of the prompt's end, for the turn's opening
+_ANCHOR_WINDOWS = (8, 48, 1024)  # tokens of the prompt's end that are searched for the turn's opening
 
 
 @dataclass(slots=True)
 class TextField:
     """Whitespace at its ends is structure and dropped; inner whitespace is held until more text follows. With
-    `layout.join`, each segment is trimmed."""
+    `layout.join`, each segment is trimmed and the segments are joined by that string."""
 
     layout: TextLayout
     parts: list[str] = field(default_factory=list[str])

@@ -1,5 +1,6 @@
 """Splits sampled ids into the regions of a response template, incrementally. Half a character, a possible look-alike of
-a marker and a partial match of a delimiter are held back until more text decides."""
+a marker and a partial match of a delimiter are held back until more text decides. A region that is not a readable call
+is no error here: its body is passed on unchanged."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ BREAK = "\ufdd0"  # a Unicode noncharacter, which no pattern names
 
 
 class Settled(NamedTuple):
-    """Text that later tokens cannot change. `safe` is what patterns search: a look-alike of a marker in ordinary tokens
-    has BREAK for its second character."""
+    """Text that later tokens cannot change. `safe` is what patterns search: the same text, but a look-alike of a marker
+    in ordinary tokens has BREAK for its second character."""
 
     text: str
     safe: str
@@ -94,7 +95,7 @@ def _break(match: re.Match[str]) -> str:
     return match[0][0] + BREAK + match[0][2:]
 
 
-_LOOKBEHIND = 128  # characters, for patterns
+_LOOKBEHIND = 128  # characters kept before the scanned place, for patterns that look behind
 _TRIM_AT = 1024
 
 
@@ -209,7 +210,8 @@ class RegionScanner:
         return (None if best is None or best[1].start() >= hold else best), hold
 
     def _can_grow(self, delimiter: Delimiter, start: int) -> bool:
-        """The text after the match may belong to an optional end (`</invoke>`, a line break, perhaps `</tool_calls>`)."""
+        """True if more text may extend the match at `start`: what follows it may belong to an optional end
+        (`</invoke>`, a line break, perhaps `</tool_calls>`)."""
         return not delimiter.is_final and delimiter.pattern.fullmatch(self._safe, start, partial=True) is not None
 
     def _emit(self, end: int) -> None:

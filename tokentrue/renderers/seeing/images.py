@@ -79,7 +79,7 @@ class ImageInputs:
     def expand(
         self, codec: Codec, ids: TokenIds, spans: Sequence[PromptSpan], images: Sequence[JsonMapping]
     ) -> tuple[TokenIds, tuple[PromptSpan, ...], tuple[ImageRun, ...]]:
-        """`ids` hold each image's repeated token once."""
+        """`ids` hold each image's repeated token once; returns them with all runs, the spans moved to fit, the runs."""
         vision = cast("Vision", self.vision)
         token = codec.literals.get(vision.repeated)
         places = [place for place, id_ in enumerate(ids) if id_ == token]

@@ -1,5 +1,6 @@
 """Proves by trial where a template writes images, for each role: rendered whole, and appended to a recorded turn. The
-truth is the text of the whole conversation with all that the processor writes, encoded at once."""
+truth is the template's text of the whole conversation, with each placeholder replaced by all that the processor writes,
+encoded at once."""
 
 from __future__ import annotations
 

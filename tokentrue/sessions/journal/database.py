@@ -43,7 +43,7 @@ def read_address(store: str) -> Mapping[str, str]:
 
 
 def describe_store(store: str) -> str:
-    """Of a PostgreSQL URL only user, host and database."""
+    """Without secrets: of a PostgreSQL URL only user, host and database."""
     if not is_postgres(store):
         return store
     try:

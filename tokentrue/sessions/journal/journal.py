@@ -234,7 +234,7 @@ class Journal:
         await self.write(lambda db: self._delete_sessions(db, [session_id]))
 
     async def purge(self, *, older_than_s: float) -> list[str]:
-        """By age since the session's end; returns the ids."""
+        """Deletes sessions by age since their end; returns their ids."""
         limit = time.time() - older_than_s
 
         def write(db: Database) -> list[str]:
@@ -352,7 +352,8 @@ _LARGEST_GROUP = 512
 
 
 class Writer:
-    """Owns the only writing connection. Queued writes share a transaction, each in a savepoint."""
+    """Owns the only writing connection. Queued writes share a transaction, each in a savepoint: a failing write does
+    not affect the others."""
 
     def __init__(self, connection: Database) -> None:
         self._connection = connection

@@ -163,7 +163,7 @@ class Lease:
 
 
 class PostgresJournal(Journal):
-    """`name` is unique to this gateway, `address` the URL at which others reach it."""
+    """`name` is unique to this gateway, `address` the URL at which others reach it; `read_only=True` needs neither."""
 
     _has_fencing = True
 

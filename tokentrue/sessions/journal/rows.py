@@ -160,7 +160,7 @@ def pack_replay(routing: RoutedExperts | None, mask: SamplingMask | None) -> tup
 
 def unpack_replay(blob: bytes | None, body: JsonMapping) -> tuple[RoutedExperts | None, SamplingMask | None]:
     layout = body.get("replay")
-    if layout is None and blob is not None:  # of an older release: of the sampled positions only
+    if layout is None and blob is not None:  # a row of an older release: experts of the sampled positions only
         return RoutedExperts(shape=tuple(body["routed_shape"]), data=blob, start=body["prompt_length"] - 1), None
     if layout is None:
         return None, None

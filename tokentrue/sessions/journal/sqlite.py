@@ -27,8 +27,8 @@ class SqliteFile:
 
     def create(self) -> None:
         """Readable by its owner only; SQLite gives its other files the same mode."""
-        # Never open an existing file outside SQLite: closing it drops the locks that SQLite holds on it, and a reader
-        # could then delete the WAL with the newest turns.
+        # Never open an existing file outside SQLite: closing it drops the POSIX locks that SQLite holds on it in this
+        # process, and a reader could then delete the WAL with the newest turns.
         if self.in_memory or self._read_only:
             return
         try:
@@ -99,7 +99,8 @@ class _FileLock:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise JournalError(f"cannot open the journal {store}: {error}; give a writable path") from error
+            cure = "give a writable path, or --store memory"
+            raise JournalError(f"cannot open the journal {store}: {error}; {cure}") from error
 
     def lock(self, operation: int) -> bool:
         """False if another process, or another object of this one, holds it."""
@@ -232,7 +233,7 @@ def refuse_foreign(connection: sqlite3.Connection) -> None:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Each step in a transaction."""
+    """Each step in a transaction; refuses a journal from a newer release."""
     while (version := read_version(connection)) < VERSION:
         connection.execute("BEGIN IMMEDIATE")
         try:

@@ -1,6 +1,6 @@
 """Pinned prompts: a conversation keeps its first system prompt, whatever the agent sends later (a clock, a list of
 files). A request that continues a recorded turn is read as if it began with that turn's system prompt. The tools and
-all messages after it decide what is continued."""
+all messages after it decide what is continued; only the record decides."""
 
 from __future__ import annotations
 

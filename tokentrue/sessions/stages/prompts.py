@@ -1,4 +1,5 @@
-"""Builds a prompt: the recorded ids, untouched, and what the renderer adds; or a new root if it refuses."""
+"""Builds a prompt: the recorded ids, untouched, and what the renderer adds; or a new root if it refuses. Of turns
+sampled elsewhere it adds the recorded ids."""
 
 from __future__ import annotations
 
@@ -141,7 +142,7 @@ async def _has_same_context(
             for settings in (root.template_kwargs, template_kwargs)
         ]
         short, long = sorted(renders, key=len)
-        # They may differ in the last token.
+        # One continues where the other ends, or they differ only in the last token.
         return long[: len(short) - 1] == short[:-1]
 
     return await run_by_size(compare, count_chars(messages))
