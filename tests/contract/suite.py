@@ -344,7 +344,10 @@ def check_flow(subject: Subject, shape: str) -> None:
         except NoTruth:
             on.append(results(message, place=10 * turn))  # a refusal changes nothing: the plain results still fit
     on.sample(assistant(subject, len(FLOWS[shape]), 0, thinking=mode == "thinking"), through_parser=True)
-    on.append([{"role": "user", "content": "One more. new90q"}])
+    try:
+        on.append([{"role": "user", "content": "One more. new90q"}])
+    except NoTruth:
+        assert "s" in FLOWS[shape], "a template may take a late system message and refuse what comes after it"
 
 
 def check_defence(subject: Subject) -> None:
