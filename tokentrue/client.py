@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -41,7 +41,7 @@ ADMIN_KEY = "TOKENTRUE_ADMIN_KEY"
 BY_STATUS: Mapping[int, type[Exception]] = {404: SessionNotFound, 409: SessionConflict}
 
 
-Request: TypeAlias = tuple[str, str, JsonMapping | None]  # method, path and body
+Request = tuple[str, str, JsonMapping | None]  # method, path and body
 
 
 class SessionSettings(TypedDict, total=False):

@@ -13,8 +13,12 @@ ANSWER_S = 5.0
 SMALL_MODEL = Path(__file__).parent / "assets" / "calculator"  # ships with the package; `calculator` names it, too
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # everything but weights
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json"),
-    *("merges.txt", "added_tokens.json"),
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
 )
 
 

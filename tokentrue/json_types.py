@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeGuard
 
-JsonValue: TypeAlias = Any
+JsonValue = Any
 """None, bool, int, float, str, or a list or object of them. Readers check what they use."""
-JsonObject: TypeAlias = dict[str, Any]
-JsonMapping: TypeAlias = Mapping[str, Any]
+JsonObject = dict[str, Any]
+JsonMapping = Mapping[str, Any]
 
 
 def is_object(value: object) -> TypeGuard[JsonMapping]:

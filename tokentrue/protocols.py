@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tokentrue.errors import ConfigError, EngineContractError
 from tokentrue.ids import TokenIds
@@ -33,7 +33,7 @@ class PretrainedAdapter(Protocol):
     def save_pretrained(self, save_directory: str | Path, /) -> object: ...
 
 
-NamedWeights: TypeAlias = Iterable[tuple[str, Any]]
+NamedWeights = Iterable[tuple[str, Any]]
 """Tensors by name; torch itself is not imported here."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from heapq import nlargest
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -15,8 +15,8 @@ from tokentrue.errors import TokenContractError
 from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.records import record
 
-Count: TypeAlias = Annotated[int, Meta(ge=0)]
-Width: TypeAlias = Annotated[int, Meta(ge=1, le=4096)]  # bounded: a damaged number must not allocate gigabytes
+Count = Annotated[int, Meta(ge=0)]
+Width = Annotated[int, Meta(ge=1, le=4096)]  # bounded: a damaged number must not allocate gigabytes
 FREE = -1
 """Unknown expert: the trainer's router chooses at this position."""
 _FREE_BYTES = FREE.to_bytes(2, "little", signed=True)

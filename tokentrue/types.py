@@ -14,7 +14,7 @@ from dataclasses import field, replace
 from enum import StrEnum
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeAlias, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, Struct
 
@@ -26,12 +26,12 @@ from tokentrue.routing_replay import RoutedExperts as RoutedExperts
 from tokentrue.routing_replay import SamplingMask as SamplingMask
 from tokentrue.routing_replay import TopLogprobs as TopLogprobs
 
-Ids: TypeAlias = Sequence[int]
-Message: TypeAlias = JsonMapping
-Messages: TypeAlias = Sequence[Message]
-Tool: TypeAlias = JsonMapping
-Tools: TypeAlias = Sequence[Tool]
-TemplateKwargs: TypeAlias = JsonMapping
+Ids = Sequence[int]
+Message = JsonMapping
+Messages = Sequence[Message]
+Tool = JsonMapping
+Tools = Sequence[Tool]
+TemplateKwargs = JsonMapping
 
 MAX_CHOICES = 128  # answers to one request
 MAX_INT32 = 2**31 - 1
@@ -521,13 +521,13 @@ class Coverage:
 
 
 # Validation of configuration records by the annotations of their fields.
-NotNegative: TypeAlias = Annotated[float, Meta(ge=0)]
-Positive: TypeAlias = Annotated[float, Meta(gt=0)]
-Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
-Finite: TypeAlias = Annotated[float, Meta()]
-Count: TypeAlias = Annotated[int, Meta(ge=0)]
-AtLeastOne: TypeAlias = Annotated[int, Meta(ge=1)]
-Utf8: TypeAlias = Annotated[str, Meta(pattern=r"^[^\ud800-\udfff]*$")]
+NotNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Finite = Annotated[float, Meta()]
+Count = Annotated[int, Meta(ge=0)]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+Utf8 = Annotated[str, Meta(pattern=r"^[^\ud800-\udfff]*$")]
 """Text without lone surrogates, which JSON can escape and UTF-8 cannot encode."""
 
 

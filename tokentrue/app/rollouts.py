@@ -118,7 +118,8 @@ class Recorder:
             return
         done = sorted(self._groups.pop(rollout.plan.group), key=lambda each: each.plan.index)
         samples = [sample for each in done for sample in each.samples]
-        for file, rows in ((self._samples, samples), (self._rollouts, map(describe_rollout, done))):
+        rollouts = [describe_rollout(each) for each in done]
+        for file, rows in ((self._samples, samples), (self._rollouts, rollouts)):
             file.writelines(dumps(row) + b"\n" for row in rows)
             file.flush()
 

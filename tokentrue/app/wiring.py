@@ -111,10 +111,16 @@ def renderer_for(
     def load(history: Literal["keep", "template"]) -> Renderer:
         from tokentrue.renderers import load_renderer
 
-        limits: JsonObject = {name: getattr(config, name) for name in ("encode_cache_bytes", "extend_plans")}
-        template = config.chat_template, dict(config.template_kwargs) or None, history, config.injection
-        path = config.path or str(SMALL_MODEL)
-        return load_renderer(path, *template, render_deadline=render_deadline, **limits)
+        return load_renderer(
+            config.path or str(SMALL_MODEL),
+            config.chat_template,
+            dict(config.template_kwargs) or None,
+            history=history,
+            render_deadline=render_deadline,
+            injection=config.injection,
+            encode_cache_bytes=config.encode_cache_bytes,
+            extend_plans=config.extend_plans,
+        )
 
     return load  # pyright: ignore[reportReturnType]
 

@@ -40,8 +40,10 @@ def command(
     verdict = "OK: verified" if result.ok else f"FAIL: {pluralise(len(result.findings), 'finding')} in"
     counted = f"{pluralise(result.samples, 'sample')} of {pluralise(len(result.sessions), 'session')}"
     trained = f"{pluralise(result.tokens, 'token')}, {result.trained:,} trained, coverage {show_share(result.coverage)}"
-    untrained = f"; {show_share(1 - result.coverage)} of sampled tokens are untrained ({', '.join(result.untrained)})"
-    print(f"{verdict} {counted}, {trained}{untrained if result.untrained else ''}")
+    left = ""
+    if result.untrained:
+        left = f"; {show_share(1 - result.coverage)} of sampled tokens are untrained ({', '.join(result.untrained)})"
+    print(f"{verdict} {counted}, {trained}{left}")
     if result.images:
         files = "with their files" if result.are_files_checked else "references only: no files beside the samples"
         print(f"{pluralise(len(result.images), 'image')}, {files}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from typer import Argument, Option
 
@@ -45,25 +45,25 @@ STYLES = {  # of cells and verdicts
 }
 STEP_PARTS = ("wait", "recompute", "measure", "update", "publish")  # `wait`: rollouts run and nothing is trained
 
-AsJson: TypeAlias = Annotated[bool, Option("--json", help="print JSON")]
-ConfigFile: TypeAlias = Annotated[Path | None, Option("--config", help="a TOML file; flags win over it")]
-Settings: TypeAlias = Annotated[list[str] | None, Option("--set", help="any setting: key.path=value; may be repeated")]
-OutFolder: TypeAlias = Annotated[Path | None, Option("-o", "--out", help="output directory; resumes an existing run")]
-ReportPage: TypeAlias = Annotated[Path | None, Option("-o", "--out", help="write the report as one HTML page")]
-ModelName: TypeAlias = Annotated[
+AsJson = Annotated[bool, Option("--json", help="print JSON")]
+ConfigFile = Annotated[Path | None, Option("--config", help="a TOML file; flags win over it")]
+Settings = Annotated[list[str] | None, Option("--set", help="any setting: key.path=value; may be repeated")]
+OutFolder = Annotated[Path | None, Option("-o", "--out", help="output directory; resumes an existing run")]
+ReportPage = Annotated[Path | None, Option("-o", "--out", help="write the report as one HTML page")]
+ModelName = Annotated[
     str | None, Option("--model", help="a model's directory or hub id (default: the small model that ships)")
 ]
-Device: TypeAlias = Annotated[str | None, Option("--device", help="cpu, cuda or cuda:N (default: cpu)")]
-Dtype: TypeAlias = Annotated[str | None, Option("--dtype", help="float32, bfloat16 or float16 (default: float32)")]
-RayAddress: TypeAlias = Annotated[
+Device = Annotated[str | None, Option("--device", help="cpu, cuda or cuda:N (default: cpu)")]
+Dtype = Annotated[str | None, Option("--dtype", help="float32, bfloat16 or float16 (default: float32)")]
+RayAddress = Annotated[
     str | None, Option("--ray", help="a Ray address, or `local`: engines, gateways and rollouts as actors")
 ]
-RayNodes: TypeAlias = Annotated[int | None, Option("--nodes", help="of --ray: nodes to place the actors on")]
-SamplesFile: TypeAlias = Annotated[Path, Argument(help="exported samples, in any of tokentrue's formats")]
-JournalOrUrl: TypeAlias = Annotated[
+RayNodes = Annotated[int | None, Option("--nodes", help="of --ray: nodes to place the actors on")]
+SamplesFile = Annotated[Path, Argument(help="exported samples, in any of tokentrue's formats")]
+JournalOrUrl = Annotated[
     str, Argument(help="a journal (sqlite:PATH, PATH or postgresql://…) or the base URL of a running gateway")
 ]
-TrainerFile: TypeAlias = Annotated[
+TrainerFile = Annotated[
     Path | None,
     Option("--trainer-logprobs", help='JSON lines {"sample_id": …, "logprobs": [per token, null where unknown]}'),
 ]

@@ -383,11 +383,10 @@ def judge(whole: Diagnosis, counts: Mapping[str, int], max_k3: float, versions: 
         text += f": {span} sampled, the trainer has the weights of one; --policy-version N compares those of one alone"
     elif alarm:
         text += ": are these the weights, template and tokenizer that sampled? `tokentrue doctor` names the cause"
-    tokens_of, samples_of = (
-        f"{counts[name]:,} of {counts[f'{name}_in_file']:,}" for name in ("trained_tokens", "samples")
-    )
-    if any(counts[name] != counts[f"{name}_in_file"] for name in ("trained_tokens", "samples")):
-        text += f"; compared {tokens_of} trained tokens, {samples_of} samples"
+    compared, trained = counts["trained_tokens"], counts["trained_tokens_in_file"]
+    samples, all_samples = counts["samples"], counts["samples_in_file"]
+    if (compared, samples) != (trained, all_samples):
+        text += f"; compared {compared:,} of {trained:,} trained tokens, {samples:,} of {all_samples:,} samples"
     return text, alarm
 
 

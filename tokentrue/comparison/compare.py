@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol
 
 from tokentrue.records import record
 
@@ -74,7 +74,7 @@ class _Segment:
     assistant: bool
 
 
-Pair: TypeAlias = tuple[_Segment | None, _Segment | None]
+Pair = tuple[_Segment | None, _Segment | None]
 
 
 def compare(expected_ids: Ids, actual_ids: Ids, *, renderer: Reader) -> list[Mismatch]:
@@ -182,7 +182,7 @@ def _span(segment: _Segment | None, ids: Ids, renderer: Reader, near: _Segment) 
     return ComparedSpan(start=segment.start, end=segment.end, text=renderer.decode(ids[segment.start : segment.end]))
 
 
-IndexPair: TypeAlias = tuple[int | None, int | None]
+IndexPair = tuple[int | None, int | None]
 
 # Past so many differences everything between the first and the last counts as replaced.
 LIMIT = 500

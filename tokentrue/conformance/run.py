@@ -189,9 +189,12 @@ class Runner:
     ) -> None:
         self._target, self._settings, self._model, self._process = target, settings, model, process
         self._on_case = on_case
-        self.command = self._before = ""
-        self.findings, self.habits, self.ran = list[Finding](), list[HabitScore](), dict[int, int]()
-        self._shown = set[tuple[str, str]]()
+        self.command = ""
+        self.findings: list[Finding] = []
+        self.habits: list[HabitScore] = []
+        self.ran: dict[int, int] = {}
+        self._shown: set[tuple[str, str]] = set()
+        self._before = ""
 
     @asynccontextmanager
     async def _open_bench(self, *, images: bool) -> AsyncIterator[Bench]:

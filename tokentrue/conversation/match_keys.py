@@ -10,14 +10,14 @@ from ast import literal_eval
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 from tokentrue.errors import MessageError
 from tokentrue.json_types import JsonMapping, JsonValue
 from tokentrue.plain_json import check_depth, digest
 from tokentrue.types import Message, Tools
 
-CallRef: TypeAlias = tuple[int, int]
+CallRef = tuple[int, int]
 """The call that a tool result answers: index of the assistant message in the conversation, and of the call in it."""
 
 START_KEY = b""
@@ -128,7 +128,7 @@ class _NoDouble(str):
     pass
 
 
-Harness: TypeAlias = Literal["same", "python", "javascript", "go", "any"]
+Harness = Literal["same", "python", "javascript", "go", "any"]
 """Decodes arguments and encodes them again; "any" maps all the ways in which a value may come back to one."""
 
 

@@ -217,8 +217,8 @@ class Conversations:
             raise MessageError("at least one message is needed", field="messages")
         sources = list(map(own_source, own))
         base = self.find("", sources)
-        ends, new = range(len(base) + 1, len(own) + 1), slice(len(base), None)
-        return ParsedConversation(base=base, messages=own[new], sources=sources[new], ends=ends, tools=tools)
+        ends, start = range(len(base) + 1, len(own) + 1), len(base)
+        return ParsedConversation(base=base, messages=own[start:], sources=sources[start:], ends=ends, tools=tools)
 
     def find(self, format: str, sources: Sequence[Raw]) -> Conversation:
         """The longest prefix of `sources` that a cached conversation of dialect `format` has."""

@@ -36,7 +36,10 @@ PROOF_LENGTH = 141  # tokens of the proof at load: more than one block of 128 ke
 
 class Meter:
     def __init__(self) -> None:
-        self.steps = self.prompt_tokens = self.sampled_tokens = self.requests = 0
+        self.steps = 0
+        self.prompt_tokens = 0
+        self.sampled_tokens = 0
+        self.requests = 0
         self.first_token_s: deque[float] = deque(maxlen=1024)
         self._recent: deque[tuple[float, int]] = deque(maxlen=4096)
 
@@ -86,7 +89,9 @@ class Core:
         read: Callable[[Sequence[int]], str] | None,
     ) -> None:
         sizes = runner.sizes
-        self.runner, self.version, self.read = runner, version, read
+        self.runner = runner
+        self.version = version
+        self.read = read
         self.pool = BlockPool(sizes.num_blocks, sizes.block_size)
         states = StatePool(sizes.num_states) if sizes.num_states is not None else None
         self.scheduler = Scheduler(self.pool, limits, states=states)

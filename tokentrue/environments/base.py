@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from importlib import import_module
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol
 
 from tokentrue.errors import ConfigError, SamplingError
 from tokentrue.hub import SMALL_MODEL as SMALL_MODEL
@@ -21,7 +21,7 @@ from tokentrue.protocols import find_plugins
 from tokentrue.records import record
 from tokentrue.types import AtLeastOne, Count, NotNegative, Positive, Sampling, Share, check_fields
 
-Split: TypeAlias = Literal["train", "heldout"]
+Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 1 / 16
 ENVIRONMENTS: Mapping[str, str] = {
     "calculator": "tokentrue.environments.word_problems:Calculator",

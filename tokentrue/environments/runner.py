@@ -10,7 +10,7 @@ import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import field
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 from tokentrue.environments.base import LOG, Environment, Outcome, Task
 from tokentrue.errors import ConfigError
@@ -59,7 +59,7 @@ class Sessions(Protocol):
     def open(self, plan: Plan) -> AbstractAsyncContextManager[OpenSession]: ...
 
 
-Player: TypeAlias = Callable[[Plan], Awaitable[Rollout]]
+Player = Callable[[Plan], Awaitable[Rollout]]
 """Runs one rollout: here (`player_in`), or on another machine."""
 
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, MutableMapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -15,7 +15,7 @@ from tokentrue.errors import JournalError, TokenTrueError
 from tokentrue.gateway.dialects.base import Dialect, Encoder, HttpError, encode
 from tokentrue.types import TurnEvent
 
-RawHeaders: TypeAlias = list[tuple[bytes, bytes]]
+RawHeaders = list[tuple[bytes, bytes]]
 
 LOG = logging.getLogger("tokentrue.gateway")
 STREAM = "tokentrue.stream"  # scope key: the event stream of this request, once there is one

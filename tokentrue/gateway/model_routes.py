@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -47,8 +47,8 @@ from tokentrue.turn import Session
 from tokentrue.types import Reply, TurnRequest
 
 SESSION_ROOT = "/sessions/{session_id}"
-Body: TypeAlias = type[msgspec.Struct] | None
-Replies: TypeAlias = Sequence[Reply]
+Body = type[msgspec.Struct] | None
+Replies = Sequence[Reply]
 
 
 class Operation(NamedTuple):
@@ -65,7 +65,7 @@ class Operation(NamedTuple):
         return "GET" if self.does == "list" else "POST"
 
 
-_GOOGLE = Operation("", Google, "generate", body=GenerateBody, versions=("v1beta", "v1"))._replace
+_GOOGLE = Operation("", Google, "generate", body=GenerateBody, versions=("v1beta", "v1"))
 _MODEL = "models/{model:path}"
 OPERATIONS = (
     Operation("chat/completions", OpenAIChat, "generate", "OpenAI Chat Completions", ChatBody),
@@ -74,9 +74,9 @@ OPERATIONS = (
     Operation("messages", Anthropic, "generate", "Anthropic Messages", MessagesBody),
     Operation("messages/count_tokens", Anthropic, "count", "Anthropic token count", CountBody),
     Operation("models", OpenAIChat, "list", "The model served here, and its adapters"),
-    _GOOGLE(path=f"{_MODEL}:generateContent", streams=False, summary="Google generateContent"),
-    _GOOGLE(path=f"{_MODEL}:streamGenerateContent", streams=True, summary="Google streamGenerateContent"),
-    _GOOGLE(path=f"{_MODEL}:countTokens", does="count", summary="Google countTokens", body=CountTokensBody),
+    _GOOGLE._replace(path=f"{_MODEL}:generateContent", streams=False, summary="Google generateContent"),
+    _GOOGLE._replace(path=f"{_MODEL}:streamGenerateContent", streams=True, summary="Google streamGenerateContent"),
+    _GOOGLE._replace(path=f"{_MODEL}:countTokens", does="count", summary="Google countTokens", body=CountTokensBody),
 )
 # The last routes: they decide the dialect of the error for an unknown path.
 _UNKNOWN = (

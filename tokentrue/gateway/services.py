@@ -78,7 +78,10 @@ class Services:
         """`has_weights`: the engine has the weights of that version."""
         paused = self.admin_state.paused
         for gate in (self.admission, self.provider.inner):
-            (gate.pause if paused else gate.resume)()
+            if paused:
+                gate.pause()
+            else:
+                gate.resume()
         self.metrics.paused.set(paused)
         if has_weights:
             self.provider.version = self.admin_state.version

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-from operator import eq
-
 from tokentrue.errors import InputError
 from tokentrue.protocols import Provider
 from tokentrue.records import record
@@ -43,11 +40,15 @@ def compare_completions(first: Completion, second: Completion, *, tolerance: flo
     ids, other_ids = first.token_ids, second.token_ids
     if not ids or not other_ids:
         raise InputError("nothing to compare: one of the completions is empty")
-    common = sum(takewhile(bool, map(eq, ids, other_ids)))
+    common = next(
+        (i for i, (a, b) in enumerate(zip(ids, other_ids, strict=False)) if a != b), min(len(ids), len(other_ids))
+    )
     apart = None if common == len(ids) == len(other_ids) else common
     differences = [abs(a - b) for a, b in zip(first.logprobs[:common], second.logprobs[:common], strict=True)]
     worst = max(differences, default=0.0)
     mean = sum(differences) / len(differences) if differences else 0.0
+    close = common > 0 and worst <= tolerance
+    exact = apart is None and worst == 0.0
     if common == 0:
         verdict = f"different from the first token on: {ids[0]} and {other_ids[0]}"
     else:
@@ -55,8 +56,8 @@ def compare_completions(first: Completion, second: Completion, *, tolerance: flo
         grade = "bit-identical" if worst == 0.0 else f"max |δ| {worst:.3g}, mean {mean:.3g} (tolerance {tolerance:g})"
         verdict = f"{common} tokens compared{where}: {grade}"
     return Closeness(
-        close=common > 0 and worst <= tolerance,
-        exact=apart is None and worst == 0.0,
+        close=close,
+        exact=exact,
         compared=common,
         max_difference=worst,
         mean_difference=mean,

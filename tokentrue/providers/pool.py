@@ -109,8 +109,9 @@ class Pool(Streaming):
             try:
                 if index in self._down:
                     await self._restore(index)
-                asked = generation.ids, generation.rest
-                source: Any = self._replicas[index].stream(*asked, session=session, whole=whole, **images)
+                source: Any = self._replicas[index].stream(
+                    generation.ids, generation.rest, session=session, whole=whole, **images
+                )
                 async with aclosing(source) as chunks:
                     async for chunk in chunks:
                         if chunk.final is None:

@@ -40,7 +40,7 @@ from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import NamedWeights, PretrainedAdapter, Streaming
 from tokentrue.providers.building import CONSTRAINTS, CompletionBuilder, collapse_images
 from tokentrue.records import record
-from tokentrue.types import MAX_INT64, PENALTIES, UNVERSIONED, Chunk, Completion, Ids, PromptImage, Sampling
+from tokentrue.types import MAX_INT64, UNVERSIONED, Chunk, Completion, Ids, PromptImage, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -591,14 +591,24 @@ def common_params(
     tag: Callable[[str], JsonObject],
     schema: Callable[[JsonMapping | None], JsonObject],
 ) -> JsonObject:
-    """Settings that both engines name alike. `own`: the engine's own constraints; `tag` and `schema` write a structural
-    tag and a JSON schema (None: any object) as the engine wants them. Log-probabilities are those under a constraint's
-    mask."""
+    """The settings that both engines name alike. `own`: the engine's own constraints; `tag` and `schema` write a
+    structural tag and a JSON schema (None: any object) as the engine wants them. Log-probabilities are those under a
+    constraint's mask."""
     extra = sampling.extra
-    same = ("temperature", "top_p", "min_p", *PENALTIES)
-    params: JsonObject = {name: getattr(sampling, name) for name in same} | {"skip_special_tokens": False}
-    params |= {name: value for name, value in extra.items() if name not in CONSTRAINTS and name != "adapter"}
-    params |= {name: list(stops) for name in ("stop", "stop_token_ids") if (stops := getattr(sampling, name))}
+    params: JsonObject = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "skip_special_tokens": False,
+        **{name: value for name, value in extra.items() if name not in CONSTRAINTS and name != "adapter"},
+    }
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
     given = [name for name in (*sorted(CONSTRAINTS), *own) if extra.get(name) is not None]
     if len(given) > 1:
         raise SamplingError(f"{' and '.join(given)} cannot be enforced together; send one of them")
@@ -615,9 +625,8 @@ def common_params(
         elif wanted.get("type") == "json_schema" and isinstance(declared, Mapping):
             params |= schema(_object(cast("object", declared)))
         else:
-            raise SamplingError(
-                "response_format: must be of type json_object, or json_schema with a json_schema.schema"
-            )
+            rule = "must be of type json_object, or json_schema with a json_schema.schema"
+            raise SamplingError(f"response_format: {rule}")
     return params
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import msgspec
 
@@ -30,7 +30,7 @@ from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Extension, Ids, Messages, Parsed, Refusal, Rendered, TemplateKwargs, Tools
 from tokentrue.vision.families import Vision
 
-Injection: TypeAlias = Literal["safe", "engine"]
+Injection = Literal["safe", "engine"]
 
 
 @record

@@ -119,8 +119,11 @@ def _coverage(tree: Tree, owner: Mapping[str, str], abandoned: Mapping[str, str]
 def _build_sample(
     tree: Tree, record: SessionRecord, leaf: Node, path: list[Node], mine: Mapping[str, str], metadata: JsonMapping
 ) -> Sample:
-    parts, spans, length = list[TokenIds](), list[Span](), 0
-    loss_mask, logprobs = list[int](), list[float | None]()
+    parts: list[TokenIds] = []
+    length = 0
+    loss_mask: list[int] = []
+    logprobs: list[float | None] = []
+    spans: list[Span] = []
     for turn, node in enumerate(path):
         spans += _spans(node, turn, length, mine.get(node.id))
         given, sampled = len(node.given_ids), len(node.sampled_ids)

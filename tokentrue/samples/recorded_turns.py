@@ -62,7 +62,8 @@ def read_record(sample: Sample) -> SampleRecord:
 
 
 def read_turns(sample: Sample) -> list[RecordedTurn]:
-    turns, at, name = list[RecordedTurn](), 0, f"sample {sample.sample_id}"
+    turns: list[RecordedTurn] = []
+    at, name = 0, f"sample {sample.sample_id}"
     for row in read_record(sample).nodes:
         if row.temperature is not None and not is_temperature(row.temperature):
             raise TokenContractError(f"{name}: no turn can be scored at temperature {row.temperature}")

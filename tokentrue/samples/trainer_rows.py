@@ -161,7 +161,8 @@ def prime_rl_row(sample: Sample) -> JsonObject:
 
 
 def sampled_temperatures(sample: Sample) -> list[float]:
-    found, turns, name = [1.0] * len(sample.token_ids), read_turns(sample), f"sample {sample.sample_id}"
+    found = [1.0] * len(sample.token_ids)
+    turns, name = read_turns(sample), f"sample {sample.sample_id}"
     for turn in turns:
         if turn.row.temperature is None:
             raise TokenContractError(f"{name}: a turn without its temperature, which prime-rl needs")

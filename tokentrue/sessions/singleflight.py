@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from tokentrue.errors import SessionConflict
 from tokentrue.images import ImageFile
@@ -15,7 +15,7 @@ from tokentrue.sessions.tree import Outcome
 from tokentrue.types import Reply, Sampling, TurnEvent, TurnRequest
 
 T = TypeVar("T")
-Work: TypeAlias = Coroutine[None, None, T]
+Work = Coroutine[None, None, T]
 
 
 class InFlightTurn:

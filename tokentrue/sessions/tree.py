@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, field
 from hashlib import sha256
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from tokentrue.conversation.images import find_references
 from tokentrue.errors import SessionConflict, TokenContractError
@@ -34,12 +34,12 @@ from tokentrue.types import (
     shift_images,
 )
 
-Outcome: TypeAlias = Literal["served", "disconnected", "engine_failed", "deleted", "placeholder"]
+Outcome = Literal["served", "disconnected", "engine_failed", "deleted", "placeholder"]
 """served: the generation completed (`Node.served` is the message, whatever the outcome). disconnected: all callers
 left, or the turn's deadline passed. engine_failed: this choice, or another one of its turn, failed. deleted: the
 session was ended meanwhile. placeholder: the model sampled a token that only the place of an image may have."""
 
-TurnKey: TypeAlias = tuple[str | None, bytes]
+TurnKey = tuple[str | None, bytes]
 """(parent, digest of the given messages): nodes with the same key answer exactly the same turn."""
 
 
@@ -51,7 +51,7 @@ class ServedRef:
     node: str
 
 
-Given: TypeAlias = Message | ServedRef
+Given = Message | ServedRef
 
 
 @record

@@ -53,7 +53,9 @@ class SourceRounds:
     """Recorded groups, `groups_per_step` per step and never one twice in a step; then from the start again."""
 
     def __init__(self, source: SampleSource, groups_per_step: int) -> None:
-        self._source, self._count, self._next = source, groups_per_step, 0
+        self._source = source
+        self._count = groups_per_step
+        self._next = 0
         self._left = self._steps()
 
     async def play(self, number: int) -> Groups:
@@ -81,7 +83,9 @@ class Evaluator:
     def __init__(
         self, config: EvaluationConfig, run: Callable[[], Awaitable[Rewards]], ranks: Ranks | None = None
     ) -> None:
-        self.config, self._run, self._ranks = config, run, ranks or Ranks()
+        self.config = config
+        self._run = run
+        self._ranks = ranks or Ranks()
         self.best = -math.inf
         self.best_version: int | None = None
         self._newest: int | None = None  # version that was evaluated

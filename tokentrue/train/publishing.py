@@ -110,7 +110,8 @@ class Publisher:
     """`sinks` are this rank's. Every rank calls it."""
 
     def __init__(self, *sinks: WeightSink, probe: Probe | None = None) -> None:
-        self.sinks, self.probe = sinks, probe
+        self.sinks = sinks
+        self.probe = probe
         self.version: int | None = None  # of the last publication
         self.is_adapter: bool | None = None  # whether it was an adapter alone; None without one
         self.seconds = 0.0

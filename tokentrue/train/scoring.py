@@ -45,7 +45,9 @@ class ExactScorer:
     is_padded = False
 
     def __init__(self, reader: PixelReader | None = None, *, leaves: int = 1, tree: bool = False) -> None:
-        self.reader, self.leaves, self.tree = reader, leaves, tree
+        self.reader = reader
+        self.leaves = leaves
+        self.tree = tree
 
     def __call__(self, model: nn.Module, rows: Sequence[ScoredRow], *, entropy: bool = False) -> Scores:
         with self.active(model):

@@ -79,9 +79,13 @@ class Trainer:
             )
         if optim.lr is None:
             optim = replace(optim, lr=default_learning_rate(sum(each.numel() for each in model.parameters())))
-        self.model, self.config, self.optim, self.loss = model, config, optim, loss
-        self.ranks, self.images = ranks or Ranks(), images
+        self.model = model
+        self.config = config
+        self.optim = optim
+        self.loss = loss
+        self.ranks = ranks or Ranks()
         self.reference = None if reference is None else reference.eval()
+        self.images = images
         reader = PixelReader(getattr(model.config, "name_or_path", ""))
         self.scorer: Scorer = scorer or (ExactScorer(reader, tree=config.tree) if config.exact else PlainScorer(reader))
         self.is_tree_proven = False
@@ -170,12 +174,19 @@ class Trainer:
 
     def plan(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[Minibatch]:
         self.prove_tree()
-        config, ranks, scorer = self.config, self.ranks, self.scorer
-        budget = config.micro_tokens
-        packing = Packing(budget=budget, padded=scorer.is_padded, rank=ranks.rank, world=ranks.world, tree=scorer.tree)
-        is_trained = self.find_trained(rows, advantages)
-        seed = (config.seed, self.version) if config.shuffle else None
-        return plan_minibatches(rows, is_trained, packing, parts=config.minibatches, shuffle_seed=seed)
+        return plan_minibatches(
+            rows,
+            self.find_trained(rows, advantages),
+            Packing(
+                budget=self.config.micro_tokens,
+                padded=self.scorer.is_padded,
+                rank=self.ranks.rank,
+                world=self.ranks.world,
+                tree=self.scorer.tree,
+            ),
+            parts=self.config.minibatches,
+            shuffle_seed=(self.config.seed, self.version) if self.config.shuffle else None,
+        )
 
     @torch.no_grad()
     def prove_tree(self) -> None:

@@ -108,9 +108,18 @@ def nodes_from_samples(samples: Sequence[Sample]) -> list[JsonObject]:
     for sample in samples:
         parent: str | None = None
         for row in _node_rows(sample):
-            node: JsonObject = {"id": row.node, "why": row.why, "projection": row.projection, "parent": parent}
-            node |= {"given_tokens": row.given, "sampled_tokens": row.sampled}
-            found.setdefault(row.node, {**node, "policy_versions": [version for *_, version in row.versions]})
+            found.setdefault(
+                row.node,
+                {
+                    "id": row.node,
+                    "why": row.why,
+                    "projection": row.projection,
+                    "given_tokens": row.given,
+                    "sampled_tokens": row.sampled,
+                    "policy_versions": [version for *_, version in row.versions],
+                    "parent": parent,
+                },
+            )
             parent = row.node
         if parent is not None:
             found[parent]["finish"] = sample.finish_reason
@@ -196,8 +205,13 @@ class StoreSource(RecordSource):
 
 
 def summary_head(record: SessionRecord) -> SessionSummary:
-    reward, same = record.rewards.session, {name: getattr(record, name) for name in ("group", "state", "created")}
-    return SessionSummary(session_id=record.id, reward=reward, **same)
+    return SessionSummary(
+        session_id=record.id,
+        group=record.group,
+        state=record.state,
+        created=record.created,
+        reward=record.rewards.session,
+    )
 
 
 def view_from_tree(record: SessionRecord, tree: Tree) -> SessionView:

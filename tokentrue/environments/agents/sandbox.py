@@ -17,15 +17,15 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 from urllib.parse import urlsplit
 
 from tokentrue.errors import ConfigError
 from tokentrue.records import record
 from tokentrue.types import AtLeastOne, check_fields
 
-SandboxKind: TypeAlias = Literal["bwrap", "none"]
-Network: TypeAlias = Literal["gateway", "host"]
+SandboxKind = Literal["bwrap", "none"]
+Network = Literal["gateway", "host"]
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", "nix")
 RESOLVER = Path("/run/systemd/resolve")  # /etc/resolv.conf may point there
 PARTS_OF_A_PREFIX = ("bin", "lib", "lib64", "libexec", "include", "versions", "shims", "pyvenv.cfg")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import msgspec
 
@@ -17,8 +17,8 @@ from tokentrue.environments.base import Split, digest
 from tokentrue.errors import ConfigError
 from tokentrue.plain_json import read_numbered_lines
 
-Text: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00]*\Z")]  # NUL ends an argument of a command
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # 0: the environment's limit applies
+Text = Annotated[str, msgspec.Meta(pattern=r"\A[^\x00]*\Z")]  # NUL ends an argument of a command
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # 0: the environment's limit applies
 
 
 class TaskLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import msgspec
 import orjson
@@ -38,10 +38,10 @@ from tokentrue.types import (
 
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
-TextOf: TypeAlias = Callable[[Sequence[int]], str]
+TextOf = Callable[[Sequence[int]], str]
 """Returns the text of one token, for clients that request log-probabilities."""
 SAMPLING = ("temperature", *TRUNCATIONS, "seed", *PENALTIES, "top_logprobs", "max_tokens", "stop_token_ids")
-Hint: TypeAlias = Annotated[object, msgspec.Meta(extra_json_schema={"description": "accepted, without effect"})]
+Hint = Annotated[object, msgspec.Meta(extra_json_schema={"description": "accepted, without effect"})]
 LEVELS_AROUND_ARGUMENTS = 4
 """Most JSON levels around arguments in a message: Google's content, its parts, a part, the call."""
 
@@ -348,7 +348,7 @@ def join_content(parts: Sequence[str | JsonObject], *, glue: str) -> str | list[
     return out or ""
 
 
-ReadImage: TypeAlias = Callable[[JsonObject, str], JsonObject]
+ReadImage = Callable[[JsonObject, str], JsonObject]
 """Converts a dialect's image part; the second argument is its path."""
 
 

@@ -367,9 +367,20 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     x, (tokens, heads, size) = rows_of(x), gate.shape
     y = torch.empty_like(x)
     if tokens:
-        width, strides = heads * size, gate.stride()[:2]
-        grid = (tokens, cdiv(width, 1024))
-        launch(_gate_kernel, grid, x, gate, y, *strides, N=width, D=size, BLOCK=1024, num_warps=4)
+        grid = (tokens, cdiv(heads * size, 1024))
+        launch(
+            _gate_kernel,
+            grid,
+            x,
+            gate,
+            y,
+            gate.stride(0),
+            gate.stride(1),
+            N=heads * size,
+            D=size,
+            BLOCK=1024,
+            num_warps=4,
+        )
     return y
 
 

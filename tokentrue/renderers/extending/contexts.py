@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from tokentrue.json_types import JsonMapping, JsonObject, is_object
 from tokentrue.records import record
 from tokentrue.renderers.template import InputFormat, make_arguments, make_content
 
-SentinelPlace: TypeAlias = Literal["content", "argument"]
+SentinelPlace = Literal["content", "argument"]
 
-Join: TypeAlias = Literal["stop", "alias", "foreign", "open"]
+Join = Literal["stop", "alias", "foreign", "open"]
 """How the recorded turn ended. "stop": at a token that the template writes there; "alias": at one that it writes only
 if nothing follows (harmony's <|return|>); "foreign": at a stop token that it does not write there; "open": at no stop
 token. The last two get the template's closing."""

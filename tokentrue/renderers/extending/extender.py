@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import orjson
 
@@ -39,7 +39,7 @@ from tokentrue.renderers.seeing.images import ImageInputs
 from tokentrue.renderers.template import InputFormat, Template
 from tokentrue.types import Extension, Ids, Messages, PastMessages, Refusal, Rendered, Tools
 
-History: TypeAlias = Literal["keep", "template"]
+History = Literal["keep", "template"]
 MAX_PLANS = 4096
 
 

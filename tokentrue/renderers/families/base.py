@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.records import record
@@ -65,8 +65,8 @@ def keep_reasoning(clues: Clues) -> JsonObject:
     return {name: value for name, value in _KEEPING.items() if name in clues.template}
 
 
-Field: TypeAlias = JsonMapping
-Fields: TypeAlias = Mapping[str, Field]
+Field = JsonMapping
+Fields = Mapping[str, Field]
 
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 """The opening pattern captures the name; the body is the arguments."""

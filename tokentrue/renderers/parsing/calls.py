@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 import regex
 from transformers.utils.chat_parsing import content_parsers
@@ -20,7 +20,7 @@ from tokentrue.types import Status, Tools
 Schemas = Mapping[str, JsonMapping]
 """Tool name to its parameters' schemas."""
 
-ForeignField: TypeAlias = Any
+ForeignField = Any
 """A field of a response template, compiled by `transformers`; its attributes are untyped."""
 
 _process_field: Callable[[str, ForeignField, dict[str, str]], JsonValue] = cast("Any", content_parsers).process_field
@@ -137,7 +137,7 @@ class TagCallFormat:
     closing: str
 
 
-CallFormat: TypeAlias = JsonCallFormat | TagCallFormat
+CallFormat = JsonCallFormat | TagCallFormat
 
 
 def find_call_format(field: ForeignField | None) -> CallFormat | None:

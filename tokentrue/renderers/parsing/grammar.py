@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 import regex
 from transformers.utils.chat_parsing import response_templates
@@ -48,7 +48,7 @@ TEXT_FIELDS = {"content": "content", "final": "content", "preamble": "content"} 
 )
 """Text fields of a response template, and the message fields they become."""
 
-ForeignTemplate: TypeAlias = Any
+ForeignTemplate = Any
 """A response template compiled by `transformers`."""
 
 

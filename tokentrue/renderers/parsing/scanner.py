@@ -9,7 +9,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import regex
 
@@ -119,7 +119,7 @@ class RegionEnded(NamedTuple):
     closed: bool
 
 
-ScanEvent: TypeAlias = RegionOpened | RegionText | RegionEnded
+ScanEvent = RegionOpened | RegionText | RegionEnded
 
 
 class RegionScanner:

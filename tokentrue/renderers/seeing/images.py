@@ -90,8 +90,9 @@ class ImageInputs:
         done = length = 0
         for place, image in zip(places, images, strict=True):
             count, grid = vision.measure(image["width"], image["height"])
-            length, name = length + place - done, image["sha256"]
-            runs.append(ImageRun(sha256=name, start=length, count=count, grid=grid, processor=vision.processor))
+            length += place - done
+            run = ImageRun(sha256=image["sha256"], start=length, count=count, grid=grid, processor=vision.processor)
+            runs.append(run)
             pieces += (ids[done:place], TokenIds([token] * count))
             done, length = place + 1, length + count
         grown = [0, *accumulate(run.count - 1 for run in runs)]
