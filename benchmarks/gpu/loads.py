@@ -89,9 +89,7 @@ def waves(jobs: dict[str, list[str]]) -> Iterator[list[str]]:
     """Shapes whose other engines fit into memory at once: they start, and compile, at the same time."""
     wave, free = list[str](), PEER_GIB
     for shape, kinds in jobs.items():
-        # A peer holds the model of transformers, its own copy of it, and its caches.
-        weights = sum(p.numel() for p in model_of(shape, device="meta").parameters()) * 2 * 2 / 2**30
-        need = sum(weights + (48 if any(is_agents(kind) for kind in group) else 14) for group in separate(kinds))
+        need = sum(memory_of(shape, group) for group in separate(kinds))
         if wave and need > free:
             yield wave
             wave, free = [], PEER_GIB
@@ -101,6 +99,12 @@ def waves(jobs: dict[str, list[str]]) -> Iterator[list[str]]:
         yield wave
 
 
+def memory_of(shape: str, kinds: Sequence[str]) -> float:
+    """GiB of a peer: the model of transformers, its own copy of it, and its caches."""
+    weights = sum(p.numel() for p in model_of(shape, device="meta").parameters()) * 2 * 2 / 2**30
+    return weights + (48 if any(is_agents(kind) for kind in kinds) else 14)
+
+
 def separate(kinds: Sequence[str]) -> list[list[str]]:
     """The kinds for each process of a peer: adapters cost its other requests something, so they get their own."""
     groups = [[kind for kind in kinds if "lora" not in kind], [kind for kind in kinds if "lora" in kind]]
@@ -108,15 +112,20 @@ def separate(kinds: Sequence[str]) -> list[list[str]]:
 
 
 def measure_peers(names: Sequence[str], jobs: dict[str, list[str]]) -> dict[tuple[str, str, str, int], PeerResult]:
-    """Results by name, shape, kind and count. All start together and then run one after the other."""
-    started = [Peer(name, shape, group) for name in names for shape, kinds in jobs.items() for group in separate(kinds)]
-    for peer in started:
-        peer.wait_until_ready()
+    """Results by name, shape, kind and count. Those that fit into memory start together and then run one by one."""
+    waiting = [(name, shape, group) for name in names for shape, kinds in jobs.items() for group in separate(kinds)]
     found = {}
-    for peer in started:
-        for result in peer.results():
-            print(f"{peer.name} {peer.shape}: {result}", file=sys.stderr, flush=True)
-            found[peer.name, peer.shape, result.kind, result.count] = result
+    while waiting:
+        started, free = list[Peer](), PEER_GIB
+        while waiting and (not started or memory_of(*waiting[0][1:]) <= free):
+            free -= memory_of(*waiting[0][1:])
+            started.append(Peer(*waiting.pop(0)))
+        for peer in started:
+            peer.wait_until_ready()
+        for peer in started:
+            for result in peer.results():
+                print(f"{peer.name} {peer.shape}: {result}", file=sys.stderr, flush=True)
+                found[peer.name, peer.shape, result.kind, result.count] = result
     return found
 
 
