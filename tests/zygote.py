@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +31,7 @@ LOCK = threading.Lock()
 PRELOADED = (
     "tokentrue.cli.serve", "tokentrue.app.configuration", "tokentrue.app.wiring", "tokentrue.gateway.app",
     "tokentrue.gateway.serving.server", "tokentrue.gateway.serving.processes", "tokentrue.renderers.load",
-    "tokentrue.providers.building", "tokentrue.providers.pool", "typer._adapters", "uvicorn", "uvloop",
+    "tokentrue.providers.building", "tokentrue.providers.pool", "uvicorn", "uvloop",
 )  # fmt: skip
 
 
@@ -118,6 +119,8 @@ def serve(connection: socket.socket) -> None:
     del sys.modules["torch"]
     for name in PRELOADED:
         import_module(name)
+    with suppress(ModuleNotFoundError):  # newer versions of typer import it when they read a command line
+        import_module("typer._adapters")
     tokenizers: dict[str, Any] = {}
     load = AutoTokenizer.from_pretrained
 
