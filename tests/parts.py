@@ -118,6 +118,14 @@ def standin_tokenizer(template: str) -> Any:
     return AutoTokenizer.from_pretrained(standin_dir(template))
 
 
+@cache
+def loaded_tokenizer(directory: Path) -> Any:
+    """transformers' own. A process loads it once: a large one takes seconds."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
 def templates() -> dict[str, str]:
     """Every real chat template at hand, by `carrier/file`; identical texts appear once."""
     from tests.carriers import distinct_templates

@@ -1,5 +1,5 @@
-"""Starts commands of the package as forks of one process that has imported what a gateway needs: of the two to four CPU
-seconds that a gateway takes to start, nearly all are imports.
+"""Starts commands of the package as forks of one process that has imported what a gateway needs and has loaded the
+tokenizer: of the four to six CPU seconds that a gateway takes to start, nearly all are imports and the tokenizer.
 
 `start` is `subprocess.Popen` for `python -m MODULE ARGUMENTS`, without torch. The process that forks is started at the
 first call in each process of the tests and ends with it.
@@ -8,6 +8,7 @@ first call in each process of the tests and ends with it.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -112,11 +114,20 @@ def serve(connection: socket.socket) -> None:
     """Answers until the tests close their end. A child returns from here to run its command."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # as `tokentrue serve` does for an engine that runs elsewhere
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # "PyTorch was not found": as intended
-    from transformers import AutoTokenizer  # noqa: F401
+    from transformers import AutoTokenizer
 
     del sys.modules["torch"]
     for name in PRELOADED:
         import_module(name)
+    with suppress(ModuleNotFoundError):  # newer versions of typer import it when they read a command line
+        import_module("typer._adapters")
+    tokenizers: dict[str, Any] = {}
+    load = AutoTokenizer.from_pretrained
+
+    def find_or_load(directory: str, **options: Any) -> Any:
+        return tokenizers[directory] if directory in tokenizers else load(directory, **options)
+
+    AutoTokenizer.from_pretrained = find_or_load  # type: ignore[method-assign]
     while True:
         data, files, _, _ = socket.recv_fds(connection, LARGEST, 2)
         if not data:
@@ -126,6 +137,10 @@ def serve(connection: socket.socket) -> None:
             ended, status = os.waitpid(request["poll"], os.WNOHANG)
             connection.send(json.dumps(os.waitstatus_to_exitcode(status) if ended else None).encode())
             continue
+        for each in request["arguments"]:  # no test changes a directory of the repository
+            if each not in tokenizers and Path(each, "tokenizer.json").is_file() and ROOT in Path(each).parents:
+                tokenizers[each] = load(each, trust_remote_code=False)
+                gc.freeze()
         if child := os.fork():
             for file in files:
                 os.close(file)

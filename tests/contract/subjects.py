@@ -61,7 +61,7 @@ class Subject:
     def judge(self) -> Any:
         """transformers' own tokenizer: the truth that our renders are held to, with `truth` for its render of the same
         template."""
-        return _tokenizer(self.folder())
+        return parts.loaded_tokenizer(self.folder())
 
     def truth(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return self.judge().apply_chat_template(messages, chat_template=self.source(), tokenize=False, **options)
@@ -87,13 +87,6 @@ def _renderer(name: str) -> Any:
         chat_template=subject.source(),
         template_kwargs=dict(subject.kwargs) or None,
     )
-
-
-@cache
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
 
 
 _qwen = Dialect(calls=d.hermes, stop=CHATML)

@@ -14,6 +14,7 @@ import pytest
 
 import tokentrue as tt
 from tests import carriers, parts
+from tokentrue.renderers import renderer_of
 
 USER = {"role": "user", "content": "question"}
 
@@ -139,7 +140,8 @@ def says(text: str, **more: Any) -> dict[str, Any]:
 
 @cache
 def gpt_oss() -> Any:
-    return tt.load_renderer(str(parts.tokenizer_dir("gpt-oss")))
+    folder = parts.tokenizer_dir("gpt-oss")
+    return renderer_of(parts.loaded_tokenizer(folder), folder)
 
 
 @cache

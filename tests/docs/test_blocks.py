@@ -1,6 +1,6 @@
 """Every code block of README.md and docs/ is run or, where its program cannot run here, parsed: fences.py says which is
-which, commands.py and dry.py how, and reader.py what stands in for what. `make test` runs README's Python,
-`make test-slow` the others."""
+which, commands.py and dry.py how, and reader.py what stands in for what. `make test` runs README's Python in its own
+process, `make test-slow` that of every page in a new one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.docs import dry
 from tests.docs.commands import Shell, run_python
 from tests.docs.fences import CONSOLE, KNOWN, PAGES, ROOT, Block, blocks_of, name_of, pages_with
-from tests.docs.reader import KEY, Record, furnish, recorded
+from tests.docs.reader import KEY, Record, environment, furnish, recorded
 from tokentrue.app.background import BackgroundGateway
 
 FIRST = "README.md"  # in `make test`
@@ -70,25 +70,40 @@ def test_data_blocks_are_whole(page: Path) -> None:
             (tomllib if block.kind == "toml" else json).loads(block.body)
 
 
-def python_pages() -> list[Any]:
-    marks = {page: () if name_of(page) == FIRST else (pytest.mark.slow,) for page in pages_with("python")}
-    return [pytest.param(page, marks=mark, id=name_of(page)) for page, mark in marks.items()]
-
-
-@pytest.mark.parametrize("page", python_pages())
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages_with("python"), ids=name_of)
 def test_python_blocks_run(page: Path, folder: Path, record: Record) -> None:
     """README's gateway has the shipped model, those of other pages a script."""
-    if name_of(page) == "README.md":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
-            with BackgroundGateway() as gateway:
-                check_python_blocks(page, folder, replace(record, url=gateway.url))
-        return
-    check_python_blocks(page, folder, record)
+    with shipped_model(record) if name_of(page) == FIRST else nullcontext(record) as reached:
+        check_python_blocks(page, run_python(python_of(page), folder, reached))
 
 
-def check_python_blocks(page: Path, folder: Path, record: Record) -> None:
-    said = run_python("\n".join(block.body for block in blocks_of(page) if block.kind == "python"), folder, record)
+def test_the_readmes_python_blocks_run_in_this_process(
+    folder: Path, record: Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that imports nothing again takes a tenth of the time."""
+    page = ROOT / FIRST
+    with shipped_model(record) as reached:
+        for name, value in environment(folder, reached).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(folder)
+        exec(compile(python_of(page), FIRST, "exec"), {"__name__": "__main__"})
+    check_python_blocks(page, capsys.readouterr().out)
+
+
+@contextmanager
+def shipped_model(record: Record) -> Iterator[Record]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENTRUE_ADMIN_KEY", KEY)
+        with BackgroundGateway() as gateway:
+            yield replace(record, url=gateway.url)
+
+
+def python_of(page: Path) -> str:
+    return "\n".join(block.body for block in blocks_of(page) if block.kind == "python")
+
+
+def check_python_blocks(page: Path, said: str) -> None:
     for expected in SAID.get(name_of(page), ()):
         assert expected in said, said
     rewards = re.search(r"rewards \[(.*)\]", said)

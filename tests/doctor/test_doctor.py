@@ -20,6 +20,7 @@ from tokentrue.doctor.exam import EngineRoutes, Examination
 from tokentrue.doctor.findings import FOLLOWS, cannot_tell, fault, ok, settle
 from tokentrue.doctor.interface import probe_stability
 from tokentrue.doctor.naming import grows_with_position
+from tokentrue.doctor.samples import probe_samples
 from tokentrue.doctor.weights import first_difference
 from tokentrue.errors import EngineUnreachable
 from tokentrue.ids import TokenIds
@@ -37,12 +38,19 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def test_the_command_finds_nothing_wrong_with_the_model_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("doctor", ["--engine", "exact", "--model", str(e.CALCULATOR), "--json"]) == 0
+async def test_the_command_finds_nothing_wrong_with_the_model_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, samples = load_renderer(str(e.CALCULATOR)).tokenizer_hash, await sampled(e.calculator(), Sampling())
+    known = [replace(one, certificate=replace(one.certificate, tokenizer=tokenizer)) for one in samples]
+    write_samples(known, tmp_path / "s.jsonl")
+    arguments = ["--engine", "exact", "--model", str(e.CALCULATOR), "--samples", str(tmp_path / "s.jsonl"), "--json"]
+    assert await asyncio.to_thread(run, "doctor", arguments) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["engine"] == "exact"
-    prompt = next(one for one in found["findings"] if one["probe"] == "weights: log-probabilities of a prompt")
-    assert prompt["verdict"] == "ok"
+    for probe in ("weights: log-probabilities of a prompt", "samples: recorded log-probabilities"):
+        (seen,) = [one for one in found["findings"] if one["probe"].startswith(probe)]
+        assert seen["verdict"] == "ok"
 
 
 @pytest.mark.slow
@@ -250,10 +258,17 @@ async def sampled(
 
 
 async def judged(samples: list[Sample]) -> list[Finding]:
-    report = await examine(
-        HFProvider(e.calculator()), load_renderer(str(e.CALCULATOR)), Reference.load(e.CALCULATOR), samples=samples
+    """Without the probes of an engine, which take most of an examination's time."""
+    reference, renderer = Reference.load(e.CALCULATOR), load_renderer(str(e.CALCULATOR))
+    reference.expect(reference.dtype)
+    exam = Examination(
+        provider=HFProvider(reference.model),
+        routes=EngineRoutes(),
+        renderer=renderer,
+        reference=reference,
+        dtype=reference.dtype,
     )
-    return [finding for finding in report.findings if finding.probe.startswith("samples")]
+    return await probe_samples(exam, samples)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -22,52 +25,62 @@ def rollout(out: Path, *more: str) -> int:
     )
 
 
-def test_a_rollout_is_resumed_where_it_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rollout(tmp_path) == 0
-    summary = json.loads(capsys.readouterr().out)
+@pytest.fixture(scope="module")
+def summary(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Of three groups of two rollouts."""
+    out = tmp_path_factory.mktemp("played")
+    with redirect_stdout(StringIO()) as said:
+        assert rollout(out) == 0
+    return json.loads(said.getvalue())
+
+
+@pytest.fixture
+def played(summary: dict[str, object], tmp_path: Path) -> Path:
+    """A copy of what the run left."""
+    return shutil.copytree(Path(str(summary["samples"])).parent, tmp_path / "played")
+
+
+def test_a_rollout_is_resumed_where_it_was_cut(summary: dict[str, object], played: Path) -> None:
     assert (summary["rollouts"], summary["groups"], summary["failed"], summary["coverage"]) == (6, 3, 0, 1.0)
-    samples, lines = rows(tmp_path / "samples.jsonl"), rows(tmp_path / "rollouts.jsonl")
+    samples, lines = rows(played / "samples.jsonl"), rows(played / "rollouts.jsonl")
     # a crash in the middle of the third group: half a line of samples, one of two rollouts
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples[:5]) + '{"sample_id": "ha')
-    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:5]))
-    assert rollout(tmp_path) == 0
-    again = rows(tmp_path / "samples.jsonl")
+    (played / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples[:5]) + '{"sample_id": "ha')
+    (played / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:5]))
+    assert rollout(played) == 0
+    again = rows(played / "samples.jsonl")
     key = "metadata"
     assert {s[key]["rollout"]: s["token_ids"] for s in again} == {s[key]["rollout"]: s["token_ids"] for s in samples}  # type: ignore[index]
     assert [s["session_id"] for s in again[:4]] == [s["session_id"] for s in samples[:4]], (
         "a whole group was played again"
     )
-    assert len(again) == 6 and len(rows(tmp_path / "rollouts.jsonl")) == 6
+    assert len(again) == 6 and len(rows(played / "rollouts.jsonl")) == 6
 
 
 @pytest.mark.slow
 def test_a_run_that_died_in_its_first_group_plays_that_group_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    played: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert rollout(tmp_path) == 0
-    capsys.readouterr()
-    samples, lines = rows(tmp_path / "samples.jsonl"), rows(tmp_path / "rollouts.jsonl")
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples[:2]))
-    (tmp_path / "rollouts.jsonl").write_text(
+    samples, lines = rows(played / "samples.jsonl"), rows(played / "rollouts.jsonl")
+    (played / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples[:2]))
+    (played / "rollouts.jsonl").write_text(
         json.dumps(lines[0]) + "\n"
     )  # one of two rollouts: no whole group to compare with
-    assert rollout(tmp_path) == 0
+    assert rollout(played) == 0
     assert json.loads(capsys.readouterr().out)["rollouts"] == 6
-    assert len(rows(tmp_path / "samples.jsonl")) == 6
+    assert len(rows(played / "samples.jsonl")) == 6
 
 
-def test_failed_groups_are_kept_and_played_again_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rollout(tmp_path) == 0
-    samples, lines = rows(tmp_path / "samples.jsonl"), rows(tmp_path / "rollouts.jsonl")
+def test_failed_groups_are_kept_and_played_again_when_asked(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples, lines = rows(played / "samples.jsonl"), rows(played / "rollouts.jsonl")
     lines[0] |= {"error": "ValueError: the agent broke", "reward": None}
-    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (played / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     capsys.readouterr()
-    assert rollout(tmp_path) == 1, "a failed rollout is found wrong"
+    assert rollout(played) == 1, "a failed rollout is found wrong"
     assert json.loads(capsys.readouterr().out)["failed"] == 1
-    assert rows(tmp_path / "samples.jsonl") == samples, "nothing was left to play"
-    assert rollout(tmp_path, "--again") == 0
+    assert rows(played / "samples.jsonl") == samples, "nothing was left to play"
+    assert rollout(played, "--again") == 0
     assert json.loads(capsys.readouterr().out)["failed"] == 0
-    assert [s["session_id"] for s in rows(tmp_path / "samples.jsonl")[:4]] == [s["session_id"] for s in samples[2:]]
+    assert [s["session_id"] for s in rows(played / "samples.jsonl")[:4]] == [s["session_id"] for s in samples[2:]]
 
 
 def test_what_cannot_go_together_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,17 +160,6 @@ def test_a_run_leaves_its_weights_and_can_be_made_longer(tmp_path: Path, capsys:
         len(rows(tmp_path / "metrics.jsonl")) == 2
         and json.loads((tmp_path / "config.json").read_text())["optim"]["lr"] == 2.5e-4
     )
-
-
-def test_training_from_a_file_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rollout(tmp_path / "played", "--set", "rollout.group_size=4") == 0
-    capsys.readouterr()
-    source = str(tmp_path / "played" / "samples.jsonl")
-    settings = ("--samples", source, "--steps", "2", "--json", "--set", "train.groups_per_step=3", "--set", "log=[]")
-    assert command("train", ["--out", str(tmp_path / "trained"), *settings]) == 0
-    found = losses(capsys.readouterr().out)
-    assert found[0]["exact_compared"] == found[0]["tokens_trained"] and found[0]["exact_differing"] == 0
-    assert found[1]["exact_compared"] == 0 and found[1]["staleness_max"] == 1
 
 
 @pytest.mark.slow

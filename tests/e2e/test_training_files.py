@@ -20,9 +20,9 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    """Three groups of four rollouts."""
+    """Three groups of three rollouts."""
     out = tmp_path_factory.mktemp("played")
-    sets = ("rollout.tasks=3", "rollout.group_size=4")
+    sets = ("rollout.tasks=3", "rollout.group_size=3")
     assert command("rollout", ["--out", str(out), "--json", *(part for text in sets for part in ("--set", text))]) == 0
     return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
 
@@ -50,21 +50,23 @@ def numbers(step: dict[str, Any]) -> dict[str, Any]:
 def test_groups_are_found_by_name_whatever_the_order_of_rows(played: Rows, train: Any) -> None:
     code, (sorted_step,), _ = train(played, "--set", "train.groups_per_step=3")
     assert code == 0
-    code, (mixed_step,), _ = train([row for i in range(4) for row in played[i::4]], "--set", "train.groups_per_step=3")
+    code, (mixed_step,), _ = train([row for i in range(3) for row in played[i::3]], "--set", "train.groups_per_step=3")
     assert code == 0
-    assert numbers(mixed_step) == numbers(sorted_step) and sorted_step["rows"] == 12
+    assert numbers(mixed_step) == numbers(sorted_step) and sorted_step["rows"] == 9
 
 
 def test_a_step_holds_a_group_once_where_the_file_has_too_few(played: Rows, train: Any) -> None:
     code, steps, said = train(played, "--steps", "2", "--set", "train.groups_per_step=8")
-    assert code == 0 and [step["rows"] for step in steps] == [12, 12]
+    assert code == 0 and [step["rows"] for step in steps] == [9, 9]
     assert "3 groups" in said and "groups_per_step" in said
+    assert steps[0]["exact_compared"] == steps[0]["tokens_trained"] > 0 and steps[0]["exact_differing"] == 0
+    assert steps[1]["exact_compared"] == 0 and steps[1]["staleness_max"] == 1
 
 
 def test_rows_without_reward_are_counted_aloud(played: Rows, train: Any) -> None:
     rows = [{**row, "reward": None} if i < 2 else row for i, row in enumerate(played)]
     code, (step,), said = train(rows, "--trust")
-    assert code == 0 and step["rows"] == 10
+    assert code == 0 and step["rows"] == 7
     assert "2 samples without reward" in said
 
 
@@ -111,7 +113,7 @@ def test_what_does_not_hold_is_refused_unless_trusted(played: Rows, train: Any, 
 
 def test_trusted_rows_train_but_a_mask_is_still_zero_or_one(played: Rows, train: Any) -> None:
     code, steps, _ = train(BREAKS["token_ids"](played), "--set", "train.exact=false", "--trust")
-    assert code == 0 and steps[0]["rows"] == 12
+    assert code == 0 and steps[0]["rows"] == 9
     code, steps, said = train(BREAKS["loss_mask"](played), "--set", "train.exact=false", "--trust")
     assert code == 2 and "loss_mask" in said
 

@@ -15,13 +15,14 @@ import pytest
 from google import genai
 from google.genai import types
 
-import tokentrue as tt
+from tests import parts
 from tests.gateway.inside import Parrot, new_session, read_conversation
 from tests.parts import own_dir, tokenizer_dir
 from tokentrue.conversation import Conversations
 from tokentrue.gateway import Gateway, GatewayConfig
 from tokentrue.gateway.dialects.google import Google
 from tokentrue.gateway.dialects.signing import ReasoningSigner
+from tokentrue.renderers import renderer_of
 from tokentrue.sessions.journal import Journal
 from tokentrue.types import Completion, Finish, Ids, Sampling
 
@@ -115,14 +116,11 @@ ORDER = {"by function": (1, 0, 2), "one id": (2, 1, 0)}
 
 @cache
 def load_renderer(name: str) -> Any:
-    return tt.load_renderer(str(model(name).folder))
+    return renderer_of(load_tokenizer(name), model(name).folder)
 
 
-@cache
 def load_tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(model(name).folder))
+    return parts.loaded_tokenizer(model(name).folder)
 
 
 def expected(name: str, how: str) -> str:

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-import tokentrue as tt
 from tests import zygote
-from tests.parts import own_dir, tokenizer_dir
+from tests.parts import loaded_tokenizer, own_dir, tokenizer_dir
 from tokentrue.providers.scripted import invent_logprob
+from tokentrue.renderers import renderer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = {
@@ -50,7 +50,7 @@ def model_dir() -> Path:
 
 @cache
 def renderer() -> Any:
-    return tt.load_renderer(str(model_dir()))
+    return renderer_of(loaded_tokenizer(model_dir()), model_dir())
 
 
 def call(name: str, arguments: str) -> str:

@@ -69,7 +69,7 @@ def test_areal_on_many_batches() -> None:
 
 
 def test_areal_clamp_is_truncated_importance_sampling() -> None:
-    for seed in range(200):
+    for seed in range(examples(200)):
         batch = make(seed)
         rule = {"level": "token", "action": "clamp", "metric": "ratio", "agg": "sum", "upper": 5.0, "lower": 0.2}
         want, _ = formulas.areal(batch.trainer, batch.rollout, batch.float_mask, **rule)
@@ -154,7 +154,7 @@ def test_prime_rl_default_on_many_batches() -> None:
 
 def test_dppo_gradient_is_the_same_in_both_forms() -> None:
     """prime-rl differentiates r·A, verl the log-probability times a constant min(r, c): equal gradients while r < c."""
-    for seed in range(100):
+    for seed in range(examples(100)):
         batch = make(seed)
         current = batch.trainer + (batch.current - batch.trainer).clamp(-1, 1)
         current.requires_grad_()

@@ -145,7 +145,7 @@ def test_areal_bypass_and_sequence_ratios() -> None:
     """Without the decoupled loss the rollout is the denominator. GSPO agrees where a row has one advantage and goes or
     stays whole."""
     rule = {"level": "sequence", "action": "mask", "metric": "kl_k2", "agg": "mean", "upper": 0.4, "lower": None}
-    for seed in range(300):
+    for seed in range(examples(300)):
         batch = make(seed, sequence_advantages=True)
         near = Batch(
             **{n: getattr(batch, n) for n in ("trainer", "current", "advantages", "mask")}, rollout=_near(batch)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.marks import examples
 from tests.mismatch.batches import Batch, make
 from tests.mismatch.peer_configs import from_areal, from_skyrl
 from tokentrue.errors import ConfigError, InputError
@@ -118,7 +119,7 @@ def trl_inputs(batch: Batch, old: Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["sapo", "vespo"])
 def test_equal_to_trl_with_gradients(trl: SimpleNamespace, kind: str) -> None:
-    for seed in range(200):
+    for seed in range(examples(200)):
         batch = make(seed, empty_rows=False)
         rows = batch.advantages[:, :1].expand_as(batch.advantages)
         mine, theirs = (batch.current.clone().requires_grad_() for _ in range(2))
@@ -131,7 +132,7 @@ def test_equal_to_trl_with_gradients(trl: SimpleNamespace, kind: str) -> None:
 
 
 def test_sapo_equals_verl(verl: SimpleNamespace) -> None:
-    for seed in range(100):
+    for seed in range(examples(100)):
         batch = make(seed, empty_rows=False)
         want, _ = verl.core.compute_policy_loss_sapo(
             batch.trainer,

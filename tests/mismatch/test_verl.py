@@ -105,7 +105,7 @@ def test_geometric_rejection_is_the_documented_one_without_faithful(verl: Simple
 
 
 def test_off_policy_metrics(verl: SimpleNamespace) -> None:
-    for seed in range(300):
+    for seed in range(examples(300)):
         batch = make(seed, empty_rows=False)  # verl counts empty rows as perplexity 1
         peer = verl.helper.compute_offpolicy_metrics(batch.trainer, batch.rollout, batch.float_mask)
         mine = diagnose(batch.trainer, batch.rollout, batch.mask)
@@ -115,7 +115,7 @@ def test_off_policy_metrics(verl: SimpleNamespace) -> None:
 
 
 def test_applied_statistics(verl: SimpleNamespace) -> None:
-    for seed in range(200):
+    for seed in range(examples(200)):
         batch = make(seed, empty_rows=False)
         _, peer = verl.helper.compute_rollout_correction_weights(batch.delta, batch.float_mask, "token", 2.0)
         mine = diagnose(batch.trainer, batch.rollout, batch.mask, correction=PRESETS["decoupled_token_is"])
@@ -189,7 +189,7 @@ def test_losses_and_gradients_on_many_batches(verl: SimpleNamespace) -> None:
 
 
 def test_global_counts_and_fixed_length(verl: SimpleNamespace) -> None:
-    for seed in range(200):
+    for seed in range(examples(200)):
         batch = make(seed)
         current = batch.current.clone().requires_grad_()
         for mode, mine, info in (
@@ -272,7 +272,7 @@ def _with_kept_counts(correction: Correction) -> Correction:
 def test_kl_penalties(verl: SimpleNamespace) -> None:
     from tokentrue.mismatch import Penalty
 
-    for seed in range(100):
+    for seed in range(examples(100)):
         batch = make(seed)
         reference = batch.trainer + (batch.current - batch.trainer) * 0.5
         current = batch.current.clone().requires_grad_()

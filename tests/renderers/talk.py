@@ -24,12 +24,9 @@ TOOLS: list[dict[str, Any]] = [
 OWN = ("qwen3-like", "k2v3-like", "glm-like", "harmony-like", "kimi-like", "minimax-like", "deepseek-like")
 
 
-@cache
 def judge(name: str) -> Any:
-    """transformers' own tokenizer; large ones are loaded once and shared."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder_of(name))
+    """transformers' own tokenizer."""
+    return parts.loaded_tokenizer(folder_of(name))
 
 
 def folder_of(name: str) -> Path:

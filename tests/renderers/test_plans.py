@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import tokentrue as tt
+from tests.marks import examples
 from tests.renderers.talk import OWN, TOOLS, calls, extended, folder_of, judge, loaded, result, says, stop_id, user
 from tokentrue.errors import TokenTrueError
 from tokentrue.ids import TokenIds
@@ -117,9 +118,9 @@ def test_a_plan_of_another_shape_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
     """Whatever the key forgets: a plan is held against the text. Without that, the prompts differ."""
     careless = lambda message: (message["role"], bool(message.get("tool_calls")))  # noqa: E731
     monkeypatch.setattr(extender, "describe_shape", careless)
-    assert not any(count_differences(name, 150)[0] for name in OWN)
+    assert not any(count_differences(name, examples(375))[0] for name in OWN)
     monkeypatch.setattr(Splicer, "fits", lambda *_: True)
-    assert any(count_differences(name, 150)[0] for name in OWN)
+    assert any(count_differences(name, examples(375))[0] for name in OWN)
 
 
 def test_what_is_no_list_of_messages_is_refused() -> None:

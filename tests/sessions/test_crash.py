@@ -8,44 +8,36 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests import zygote
 from tests.sessions.crash_child import fingerprint, open_store
 from tokentrue.sessions import Journal
 from tokentrue.sessions.journal.journal import load_tree
 
 
-def life(journal: str, seed: int, rng: random.Random, log: Path) -> list[str]:
+def life(journal: str, seed: int, rng: random.Random) -> list[str]:
     """Start the child and let it die: half of the times we kill it at a random moment after its first sign of life,
     half of the times it kills itself in the very instant after an acknowledgement. Before we kill it, a reader opens
     and closes its file, as `samples` and `view` do. The lines it had acknowledged."""
     lines, moment_s = rng.choice([0, rng.randrange(1, 120)]), rng.random() ** 2 * 0.25
-    with log.open("wb") as out:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "tests.sessions.crash_child", journal, str(seed), str(lines)], stdout=out
-        )
-        if lines:
-            child.wait(60)
-            return log.read_text().splitlines(keepends=True)
-        deadline = time.monotonic() + 60
-        while log.stat().st_size == 0 and time.monotonic() < deadline:
-            assert child.poll() is None, "the child ended by itself"
-            time.sleep(0.002)
+    child = zygote.start("tests.sessions.crash_child", [journal, str(seed), str(lines)], env=os.environ)
+    if not lines:
+        assert select.select([child.stdout], [], [], 60)[0] and child.poll() is None, "the child ended by itself"
         if not journal.startswith("postgresql:"):
             reader = Journal(journal, read_only=True)
             assert list(reader.all_sessions())
             reader.close()
         time.sleep(moment_s)
         os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-    return [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    said, _ = child.communicate(60)
+    return [line for line in said.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def check(store: str, told: dict[str, dict[str, str]], rewards: dict[tuple[str, str], str]) -> int:
@@ -79,7 +71,7 @@ def kill_again_and_again(folder: Path, kills: int, store_of: Callable[[int], str
         if number % 20 == 0:
             told, rewards = {}, {}
         store = store_of(number) if store_of is not None else str(folder / f"journal-{number // 20}.db")
-        for line in life(store, number, rng, folder / "out.txt"):
+        for line in life(store, number, rng):
             kind, session, *rest = line.split()
             told.setdefault(session, {})
             if kind == "turn":

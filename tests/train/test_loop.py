@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -59,9 +60,10 @@ class Engine:
         return {"rollouts/played": 10 + number} if number in dict(self.played) else {}
 
 
-def run(directory: Path | None, *, steps: int, lag: int, every: int = 2) -> tuple[Trainer, Engine, list[Any]]:
+def run(directory: Path | None, *, steps: int, lag: int, dies_after: int = 0) -> tuple[Trainer, Engine, list[Any]]:
+    """With `dies_after` the process dies in the step after it."""
     torch.set_num_threads(1)
-    config = TrainConfig(steps=6, lag=lag, checkpoint_every=every, groups_per_step=2)
+    config = TrainConfig(steps=steps, lag=lag, checkpoint_every=2, groups_per_step=2)
     trainer = Trainer(
         small_model(), config=config, optim=OptimConfig(schedule="cosine", warmup=2), loss=loss_named("dapo")
     )
@@ -69,7 +71,7 @@ def run(directory: Path | None, *, steps: int, lag: int, every: int = 2) -> tupl
     store = None if directory is None else Store(directory=directory, run_hash="h", model=None)
 
     def stop(report: Any, seconds: Any) -> None:
-        if report.version == steps + 1:
+        if report.version == dies_after + 1 > 1:
             raise Crash
 
     try:
@@ -79,31 +81,40 @@ def run(directory: Path | None, *, steps: int, lag: int, every: int = 2) -> tupl
     return trainer, engine, reports
 
 
+class Runs(NamedTuple):
+    """A run of six steps, and one that died in step 5, after the checkpoint of step 4."""
+
+    whole: Path
+    broken: Path
+    trainer: Trainer  # of the whole run
+    reports: list[Any]
+
+
 @pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_round_j_is_played_by_version_j_minus_lag(lag: int) -> None:
-    _, engine, reports = run(None, steps=6, lag=lag)
-    assert sorted(engine.played) == [(j, max(0, j - lag)) for j in range(6)]
-    assert [r.metrics["staleness_max"] for r in reports] == [min(j, lag) for j in range(6)]
-    assert [r.agreement.compared > 0 for r in reports] == [j == 0 or lag == 0 for j in range(6)]
+    _, engine, reports = run(None, steps=4, lag=lag)
+    assert sorted(engine.played) == [(j, max(0, j - lag)) for j in range(4)]
+    assert [r.metrics["staleness_max"] for r in reports] == [min(j, lag) for j in range(4)]
+    assert [r.agreement.compared > 0 for r in reports] == [j == 0 or lag == 0 for j in range(4)]
 
 
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path, lag: int) -> None:
-    whole, _, reports = run(tmp_path / "whole", steps=6, lag=lag)
-    run(tmp_path / "broken", steps=4, lag=lag)  # dies in step 5, after the checkpoint of step 4
-    assert [path.name for path in find_checkpoints(tmp_path / "broken")] == ["step-000002", "step-000004"]
-    resumed, engine, rest = run(tmp_path / "broken", steps=6, lag=lag)
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, runs: Callable[[int], Runs], lag: int) -> None:
+    _, broken, trainer, reports = runs(lag)
+    assert [path.name for path in find_checkpoints(broken)] == ["step-000002", "step-000004"]
+    resumed, engine, rest = run(shutil.copytree(broken, tmp_path / "broken", symlinks=True), steps=6, lag=lag)
     assert [r.step for r in rest] == [4, 5]
     assert [r.metrics["rollouts/played"] for r in rest] == [14, 15], "of rounds that wait in the checkpoint, too"
     assert [r.metrics for r in rest] == [r.metrics for r in reports[4:]]
-    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+    for a, b in zip(trainer.model.parameters(), resumed.model.parameters(), strict=True):
         assert np.array_equal(a.detach().numpy().view(np.uint32), b.detach().numpy().view(np.uint32))
     assert engine.version == 6
 
 
-def test_a_checkpoint_is_a_model_directory_and_refuses_another_configuration(tmp_path: Path) -> None:
-    run(tmp_path, steps=6, lag=0)
-    path = find_checkpoints(tmp_path)[-1]
+def test_a_checkpoint_is_a_model_directory_and_refuses_another_configuration(
+    tmp_path: Path, runs: Callable[[int], Runs]
+) -> None:
+    path = find_checkpoints(shutil.copytree(runs(2).whole, tmp_path, symlinks=True, dirs_exist_ok=True))[-1]
     assert json.loads((path / "state.json").read_text())["version"] == 6
     trainer = Trainer(small_model(), config=TrainConfig(steps=6), optim=OptimConfig(), loss=loss_named("dapo"))
     from tokentrue.train import checkpoint
@@ -151,10 +162,10 @@ def test_a_run_with_other_settings_says_which(tmp_path: Path) -> None:
         store_for(settings, other)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, runs: Callable[[int], Runs]) -> None:
     from tokentrue.train import checkpoint
 
-    run(tmp_path, steps=6, lag=0, every=6)
+    shutil.copytree(runs(2).whole, tmp_path, symlinks=True, dirs_exist_ok=True)
     model = small_model()
     model.lm_head = torch.nn.Linear(128, 7, bias=False)  # type: ignore[assignment]
     other = Trainer(model, config=TrainConfig(steps=6), optim=OptimConfig(), loss=loss_named("dapo"))

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.marks import slow_except
 from tests.train import test_batch, test_loop, test_trainer
 from tests.train.rows import small_model
+from tests.train.test_loop import Runs
 from tokentrue.errors import ExactnessError
 from tokentrue.train import checkpoint, exactness, loop, rows, trainer
 from tokentrue.train.checkpoint import Store
@@ -81,7 +82,11 @@ def test_a_mean_over_each_micro_batch(base: torch.nn.Module, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("part", slow_except({"exp_avg"}, ["exp_avg", "exp_avg_sq", "step"]))
-def test_moments_that_are_not_resumed(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_that_are_not_resumed(
+    part: str, tmp_path: Path, runs: Callable[[int], Runs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs(2)  # before anything is broken
+
     def forgetful(target: Trainer, moments: dict[str, Tensor]) -> None:
         plain(
             target,
@@ -90,21 +95,29 @@ def test_moments_that_are_not_resumed(part: str, tmp_path: Path, monkeypatch: py
 
     plain = checkpoint.restore_optimizer
     monkeypatch.setattr(checkpoint, "restore_optimizer", forgetful)
-    caught(lambda: test_loop.test_a_resumed_run_has_the_same_bits(tmp_path, 0))
+    caught(lambda: test_loop.test_a_resumed_run_has_the_same_bits(tmp_path, runs, 2))
 
 
-def test_rounds_in_waiting_that_are_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_in_waiting_that_are_not_resumed(
+    tmp_path: Path, runs: Callable[[int], Runs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs(2)  # before anything is broken
+
     def forget(run: loop.Run) -> None:
         plain(run)
         run.finished.clear()
 
     plain = loop.Run.resume
     monkeypatch.setattr(loop.Run, "resume", forget)
-    caught(lambda: test_loop.test_a_resumed_run_has_the_same_bits(tmp_path, 2))
+    caught(lambda: test_loop.test_a_resumed_run_has_the_same_bits(tmp_path, runs, 2))
 
 
-def test_updates_that_are_counted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_that_are_counted_anew(
+    tmp_path: Path, runs: Callable[[int], Runs], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The schedule hangs on them."""
+
+    runs(2)  # before anything is broken
 
     def anew(target: Trainer, path: Path, store: Store) -> Any:
         loaded = plain(target, path, store)
@@ -113,7 +126,7 @@ def test_updates_that_are_counted_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
     plain = checkpoint.load
     monkeypatch.setattr(checkpoint, "load", anew)
-    caught(lambda: test_loop.test_a_resumed_run_has_the_same_bits(tmp_path, 0))
+    caught(lambda: test_loop.test_a_resumed_run_has_the_same_bits(tmp_path, runs, 2))
 
 
 def test_samples_counted_where_sessions_should_be(monkeypatch: pytest.MonkeyPatch) -> None:

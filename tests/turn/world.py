@@ -7,12 +7,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import tokentrue as tt
-from tests.parts import own_dir, tokenizer_dir, whole_chunks
+from tests.parts import loaded_tokenizer, own_dir, tokenizer_dir, whole_chunks
 from tokentrue.ids import TokenIds
 from tokentrue.providers.scripted import invent_logprob
+from tokentrue.renderers import renderer_of
 from tokentrue.types import Chunk, Completion, Finish, Ids, Message, Sampling, VersionSpan
 
 ANY = {"type": "object", "properties": {}}
@@ -24,7 +26,7 @@ OPENING: list[Message] = [{"role": "system", "content": "Be careful."}, {"role":
 @cache
 def renderer(name: str = "qwen3", history: str = "keep") -> Any:
     """`qwen3` is the real tokenizer and template; `own` works on every machine."""
-    return tt.load_renderer(directory(name), history=history)  # type: ignore[arg-type]
+    return renderer_of(loaded_tokenizer(directory(name)), directory(name), history=history)  # type: ignore[arg-type]
 
 
 class Engine:
@@ -95,19 +97,12 @@ class Engine:
         pass
 
 
-def directory(name: str) -> str:
-    return str(own_dir("qwen3-like") if name == "own" else tokenizer_dir(name))
-
-
-@cache
-def _tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(directory(name))
+def directory(name: str) -> Path:
+    return own_dir("qwen3-like") if name == "own" else tokenizer_dir(name)
 
 
 def encode(text: str, name: str = "qwen3") -> list[int]:
-    return list(_tokenizer(name)(text, add_special_tokens=False)["input_ids"])
+    return list(loaded_tokenizer(directory(name))(text, add_special_tokens=False)["input_ids"])
 
 
 def arguments(turn: int) -> dict[str, Any]:

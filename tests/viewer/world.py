@@ -9,12 +9,11 @@ import random
 from array import array
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import tokentrue as tt
-from tests.gateway.world import model_dir
+from tests.gateway.world import renderer
 from tests.parts import whole_chunks
 from tokentrue.providers.scripted import invent_logprob
 from tokentrue.sessions import Journal
@@ -32,11 +31,6 @@ STEPS = (
     "<think>\nSo the import has to go. 🙂\n</think>\n\nThe import on line 12 names a module that was removed. Delete it.",
 )
 RESULTS = ("12: from lexer import Lexer\n", "3: # moved to tokens.py\n")
-
-
-@cache
-def renderer() -> Any:
-    return tt.load_renderer(str(model_dir()))
 
 
 class Told:
