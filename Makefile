@@ -56,7 +56,7 @@ LOWEST_TESTS := tests/sessions tests/samples tests/turn tests/renderers \
 	$(addprefix tests/gateway/,test_http.py test_limits.py test_service.py test_tracing.py test_workers.py)
 test-lowest:
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet -c constraints-lowest.txt -e ".[gateway,postgres,otel]" \
+	$(LOWEST)/bin/python -m pip install --quiet -c constraints-lowest.txt -e ".[gateway,postgres,otel,parquet,images]" \
 		hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	$(LOWEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not load" $(LOWEST_TESTS) --ignore tests/renderers/parsing/test_harmony_oracle.py
 

@@ -1,4 +1,4 @@
-"""Prints the lowest version of every dependency that pyproject.toml allows for a gateway, as pip constraints.
+"""Prints the lowest version that pyproject.toml allows of every dependency without torch, as pip constraints.
 
 `python scripts/lowest_versions.py > constraints-lowest.txt`; `make test-lowest` installs them and runs the tests that
 need no torch.
@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-EXTRAS = ("gateway", "postgres", "otel")
+EXTRAS = ("gateway", "postgres", "otel", "parquet", "images")
 TOOLS = (
     "hypothesis",
     "pytest",

@@ -527,7 +527,8 @@ for _ in range(1100):
 def test_as_an_unprivileged_user() -> None:
     """With this Python in sight of that user, wherever it lies."""
     top = Path(__file__).parents[2]
-    shown = [part for prefix in dict.fromkeys((sys.base_prefix, sys.prefix)) for part in ("--ro-bind", prefix, prefix)]
+    prefixes = dict.fromkeys(map(os.path.realpath, (sys.base_prefix, sys.prefix)))  # .venv may be a link
+    shown = [part for prefix in prefixes for part in ("--ro-bind", prefix, prefix)]
     parents = [part for path in reversed(Path(sys.base_prefix).parents[:-2]) for part in ("--dir", str(path))]
     enter = ["bwrap", "--dev-bind", "/", "/", "--tmpfs", "/root", *parents, *shown, "--"]
     enter += [
