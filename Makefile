@@ -53,7 +53,7 @@ test-day: $(VENV)/.dev
 # The lowest versions that pyproject.toml allows, in an environment of their own, without torch.
 LOWEST := .venv-lowest
 LOWEST_TESTS := tests/sessions tests/samples tests/turn tests/renderers \
-	$(addprefix tests/gateway/,test_http.py test_limits.py test_service.py test_tracing.py test_workers.py)
+	$(addprefix tests/gateway/,test_dialects.py test_http.py test_limits.py test_service.py test_tracing.py test_workers.py)
 test-lowest:
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet -c constraints-lowest.txt -e ".[gateway,postgres,otel,parquet,images]" \

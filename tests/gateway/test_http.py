@@ -161,7 +161,7 @@ class Client(socket.socket):
         self.settimeout(10)
         self.connect(("127.0.0.1", at.port))
         self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._held = b""
+        self._held = bytearray()  # appending to bytes copies all of a long body for each piece
 
     def until(self, mark: bytes) -> bytes:
         while mark not in self._held:
@@ -169,14 +169,14 @@ class Client(socket.socket):
             assert data, f"closed after {self._held!r}"
             self._held += data
         found, _, self._held = self._held.partition(mark)
-        return found
+        return bytes(found)
 
     def exactly(self, length: int) -> bytes:
         while len(self._held) < length:
             data = self.recv(1 << 16)
             assert data, "closed in mid-body"
             self._held += data
-        body, self._held = self._held[:length], self._held[length:]
+        body, self._held = bytes(self._held[:length]), self._held[length:]
         return body
 
     def answer(self) -> tuple[int, dict[str, str], bytes]:
@@ -198,7 +198,7 @@ class Client(socket.socket):
         with contextlib.suppress(ConnectionResetError):
             while data := self.recv(1 << 16):
                 self._held += data
-        return self._held
+        return bytes(self._held)
 
 
 def request(body: bytes, path: str = "/", *, head: str = "", method: str = "POST", version: str = "1.1") -> bytes:

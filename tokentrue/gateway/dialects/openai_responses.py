@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import orjson
@@ -303,6 +303,9 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
     verbosity: Hint = None
 
 
+NEVER = msgspec.Meta(extra_json_schema={"enum": [False]})  # msgspec before 0.22 knows no Literal[False]
+
+
 class ResponsesBody(OpenAIBody, kw_only=True):
     input: str | list[msgspec.Raw]
     instructions: str | None = None
@@ -312,7 +315,7 @@ class ResponsesBody(OpenAIBody, kw_only=True):
     text: TextConfig | None = None
     include: list[str] | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: Annotated[bool, NEVER] | None = None
     reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
     stream_options: Hint = None
@@ -479,6 +482,8 @@ class OpenAIResponses(Dialect):
 
 
 def head_from_responses(given: ResponsesBody) -> RequestHead:
+    if given.background:
+        raise MessageError("must be false", field="background")
     for index, name in enumerate(given.include or ()):
         if name not in INCLUDES:
             known = ", ".join(INCLUDES)
