@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 from operator import mul
 from typing import Any
 
@@ -551,15 +551,28 @@ def _list_orders(reference: Reference) -> Rows:
             for words, order in orders.items():
                 fault = "rope" if turns and "hal" in words else "projection_order"
                 yield fault, f"{', '.join(parts)}: {words}", _at(owners, partial(_reorder, parts, order))
-    label = "gate and up rows joined in shards of {x:.0f}, split as halves"
-    yield "projection_order", label, _at(mlps, _split_fused), (2, 4, 8, 10**9)
+    label = "{} rows joined {}, split {} (0: of heads or rows)"
+    for owners, names in ((mlps, ("gate", "up")), (attentions, ("q", "k", "v")), (attentions, ("k", "v"))):
+        for ways in permutations(("in shards of {x:.0f}", "as blocks")):
+            units = _at(owners, partial(_split_fused, names, "x" in ways[0]))
+            yield "projection_order", label.format(", ".join(names), *ways), units, (2, 4, 8, 0)
 
 
-def _split_fused(mlp: Any, trial: Trial, x: int) -> None:
-    parts = (mlp.gate_proj, mlp.up_proj)
-    both = [one.weight.data.unflatten(0, (min(x, len(one.weight)), -1)) for one in parts]
-    for part, rows in zip(parts, torch.stack(both, dim=1).flatten(0, 2).chunk(2), strict=True):
-        trial.set(part, "weight", rows)
+def _split_fused(names: Sequence[str], is_sharded: bool, owner: Any, trial: Trial, x: int) -> None:
+    """`is_sharded`: rows were joined shard by shard and are split as blocks; else the other way."""
+    parts = [getattr(owner, f"{name}_proj") for name in names]
+    for attribute, _ in parts[0].named_parameters():
+        own = [getattr(one, attribute).data for one in parts]
+        sizes = [len(one) for one in own]
+        most = min(sizes) // getattr(owner, "head_dim", 1)
+        shards = [one.unflatten(0, (min(x or most, most), -1)) for one in own]
+        if is_sharded:
+            rows = torch.cat(shards, dim=1).flatten(0, 1).split(sizes)
+        else:
+            whole = torch.cat(own).unflatten(0, (len(shards[0]), -1))
+            rows = [one.flatten(0, 1) for one in whole.split([one.shape[1] for one in shards], dim=1)]
+        for part, changed in zip(parts, rows, strict=True):
+            trial.set(part, attribute, changed)
 
 
 # Settings of operators, and other operators.

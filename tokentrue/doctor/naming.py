@@ -22,7 +22,15 @@ from torch import Tensor
 from tokentrue.doctor.findings import Finding, fault, ok
 from tokentrue.doctor.formats import NARROW
 from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, biased, count_kept, edited
-from tokentrue.doctor.reference import Observation, Reference, WideSums, compute_batch, compute_logits, read_entries
+from tokentrue.doctor.reference import (
+    Observation,
+    Reference,
+    Trial,
+    WideSums,
+    compute_batch,
+    compute_logits,
+    read_entries,
+)
 from tokentrue.records import record
 
 FLOAT32_SPREAD = 1.5e-5  # typical |e| of two correct float32 implementations of a small model
@@ -476,7 +484,8 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     every = Tokens(data, 10**9)
     visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())
     found, sizes, is_late = list[Fit](), list[Fit](), data.is_late
-    queue = [_decode_alone(one) if is_late else one for one in hypotheses if one.units]
+    asked = [_decode_alone(one) if is_late else one for one in hypotheses if one.units]
+    queue, part = asked, few.whole  # of the difference, what is left without pairs of changes
     while queue:
         some, queue = queue[: data.at_once], queue[data.at_once :]
         some = [few.choose_units(one, one.grid[0]) if one.is_partial else one for one in some]
@@ -500,6 +509,9 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
                 continue  # another cause explains most already
             next_up += _list_parts(few, more, best)
         queue = [*next_up, *queue]
+        nearest = min(found, key=lambda one: one.left, default=None)
+        if not queue and nearest is not None and data.is_exact and data.limit < nearest.left < part / 2:
+            part, queue = nearest.left, [*_list_pairs(nearest, asked)]
     found = sorted((one for one in found if one.left < few.whole), key=lambda one: one.left)
     if data.is_exact and found and found[0].left < data.limit:
         found = [one for one in found if one.left < 10 * data.limit]  # others are no rivals
@@ -521,13 +533,13 @@ def _list_parts(few: Tokens, more: Tokens, best: Fit) -> list[Hypothesis]:
     ratio = few.data.size(few.data.e - best.residual, few.inside) / max(few.whole, 1e-12)
     if hypothesis.details is not None and (0.2 < ratio < 5 if hypothesis.is_rounding else is_alike):
         found += hypothesis.details()
-    if hypothesis.is_local and len(hypothesis.units) <= FEW:
-        return [*(hypothesis.within([name]) for name in hypothesis.units), *found]
+    singles = [hypothesis.within([name]) for name in hypothesis.units] if len(hypothesis.units) <= FEW else []
+    if hypothesis.is_local and singles:
+        return [*singles, *found]
     if len(hypothesis.units) < 2:
         return found
-    if few.data.is_exact and ratio > 1.5 and len(hypothesis.units) <= FEW and len(hypothesis.grid) == 1:
-        # The effects of large changes do not add up.
-        found += [hypothesis.within([name]) for name in hypothesis.units]
+    if few.data.is_exact and ratio > 1.5 and not hypothesis.fit:
+        found += singles  # the effects of large changes do not add up
     is_asked = hypothesis.fault in ASKED and hypothesis.span in (None, _sampled)
     if not is_asked:
         if not is_alike or (hypothesis.is_rounding and not 0.3 < ratio < 10):
@@ -535,9 +547,24 @@ def _list_parts(few: Tokens, more: Tokens, best: Fit) -> list[Hypothesis]:
         (again,) = more.try_all([(hypothesis, best.x)])
         if again is None or more.correlate(again) < more.alike:
             return found
-    # A number is that of the whole; without one a part is changed or not: an update was taken or not.
-    part = more.choose_units(hypothesis, best.x if _has_size(hypothesis) else hypothesis.grid[0])
+    # A number or a form is that of the whole; of an update, a part took all or nothing.
+    part = more.choose_units(hypothesis, 0.0 if hypothesis.fit == "real" and not _has_size(hypothesis) else best.x)
     return [part, *found] if len(part.units) < len(hypothesis.units) else found
+
+
+def _list_pairs(best: Fit, asked: Sequence[Hypothesis]) -> Iterator[Hypothesis]:
+    """The best change with each other one of the same name."""
+    first, x, label = best.hypothesis, best.x, best.label
+    for other in asked:
+        is_fit = other.fault == first.fault and other.span == first.span
+        if is_fit and not (other.is_partial or any(one.is_output or one.is_rounding for one in (first, other))):
+
+            def apply(trial: Trial, by: float, other: Hypothesis = other) -> None:
+                for one, number in ((first, x), (other, by)):
+                    for unit in one.units.values():
+                        unit(trial, number)
+
+            yield replace(other, label=f"{label} and {other.label}", units={"": apply}, is_local=False, details=None)
 
 
 def _explains_all(every: Tokens, fit: Fit) -> bool:
@@ -621,13 +648,13 @@ def _edit(seen: Observation, at: int, drop: int, put: tuple[int, ...]) -> Observ
 # Draws.
 
 
-def judge_draws(data: Evidence) -> Finding:
-    """Whether the sampled tokens follow the distribution that was reported for them. By the reference's
-    probabilities filters, temperatures, and both together compete: each is fitted on half of the draws and tried on the
-    others."""
-    places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
-    chosen = [data.observations[n].token_ids[at] for n in places for at in data.observations[n].positions]
-    logits = torch.cat([data.logits[n] for n in places])
+def judge_draws(data: Evidence, more: Sequence[Observation] = ()) -> Finding:
+    """Whether the sampled tokens, those of `more` too, follow the distribution that was reported for them. By the
+    reference's probabilities filters, temperatures, and both together compete: each is fitted on half of the draws and
+    tried on the others."""
+    sampled = [seen for seen in (*data.observations, *more) if not seen.is_prompt]
+    chosen = [seen.token_ids[at] for seen in sampled for at in seen.positions]
+    logits = torch.cat([data.reference.plain_logits(seen) for seen in sampled])
     drawn = logits.gather(1, torch.tensor(chosen)[:, None])
     rank = (logits > drawn).sum(dim=-1, keepdim=True)
     likeliest = logits.topk(min(LIKELIEST, logits.shape[-1])).values.double()
