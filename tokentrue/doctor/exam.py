@@ -181,6 +181,11 @@ class Examination(Struct, kw_only=True):
                 raise one
         return [one for one in found if isinstance(one, Completion)]
 
+    async def observe(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Observation]:
+        """Answers that hold a token."""
+        pairs = zip(prompts, await self.generate(prompts, sampling), strict=True)
+        return [Observation.from_completion(*pair) for pair in pairs if pair[1].token_ids]
+
 
 def probe(name: str) -> Callable[[Callable[P, Awaitable[Finding]]], Callable[P, Awaitable[Finding]]]:
     """A probe of this name. Where the engine refuses what it asks, it cannot tell."""

@@ -505,19 +505,13 @@ HEADS: Mapping[str, Order] = {
     "halves of a head exchanged": (lambda d, g: (-1, 2, d // 2), _flip_second),
     "query heads in another order (tiled)": (lambda d, g: (g, -1, d), _transpose),
     "query heads in another order (grouped)": (lambda d, g: (-1, g, d), _transpose),
-    "heads in reverse": (lambda d, g: (-1, d), _flip),
     "heads and their dimensions transposed": (lambda d, g: (d, -1), _transpose),
     "heads moved on by one": (lambda d, g: (-1, d), _roll),
-    "neighbouring heads exchanged": (lambda d, g: (-1, 2, d), _flip_second),
 }
 ROWS: Mapping[str, Order] = {
     "halves exchanged": (lambda d, g: (2, -1), _flip),
-    "quarters in reverse": (lambda d, g: (4, -1), _flip),
-    "quarters 1 and 2 exchanged": (lambda d, g: (2, 2, -1), _transpose),
-    "rows in reverse": (lambda d, g: (-1, 1), _flip),
     "even rows, then odd rows": (lambda d, g: (-1, 2), _transpose),
     "halves interleaved": (lambda d, g: (2, -1), _transpose),
-    "moved on by one": (lambda d, g: (-1, 1), _roll),
     "transposed": (lambda d, g: (-1,), lambda own: own.T if own.shape[0] == own.shape[-1] else own),
 }
 
@@ -554,25 +548,21 @@ def _list_orders(reference: Reference) -> Rows:
     label = "{} rows joined {}, split {} (0: of heads or rows)"
     for owners, names in ((mlps, ("gate", "up")), (attentions, ("q", "k", "v")), (attentions, ("k", "v"))):
         for ways in permutations(("in shards of {x:.0f}", "as blocks")):
-            units = _at(owners, partial(_split_fused, names, "x" in ways[0]))
+            units = _at(owners, partial(_split_fused, names, "shards" in ways[0]))
             yield "projection_order", label.format(", ".join(names), *ways), units, (2, 4, 8, 0)
 
 
 def _split_fused(names: Sequence[str], is_sharded: bool, owner: Any, trial: Trial, x: int) -> None:
     """`is_sharded`: rows were joined shard by shard and are split as blocks; else the other way."""
     parts = [getattr(owner, f"{name}_proj") for name in names]
+    sizes = [len(one.weight) for one in parts]
+    most = min(sizes) // getattr(owner, "head_dim", 1)
+    places = torch.arange(sum(sizes)).split(sizes)
+    order = torch.cat([one.unflatten(0, (min(x or most, most), -1)) for one in places], dim=1).flatten()
     for attribute, _ in parts[0].named_parameters():
-        own = [getattr(one, attribute).data for one in parts]
-        sizes = [len(one) for one in own]
-        most = min(sizes) // getattr(owner, "head_dim", 1)
-        shards = [one.unflatten(0, (min(x or most, most), -1)) for one in own]
-        if is_sharded:
-            rows = torch.cat(shards, dim=1).flatten(0, 1).split(sizes)
-        else:
-            whole = torch.cat(own).unflatten(0, (len(shards[0]), -1))
-            rows = [one.flatten(0, 1) for one in whole.split([one.shape[1] for one in shards], dim=1)]
-        for part, changed in zip(parts, rows, strict=True):
-            trial.set(part, attribute, changed)
+        rows = torch.cat([getattr(one, attribute).data for one in parts])[order if is_sharded else order.argsort()]
+        for part, own in zip(parts, rows.split(sizes), strict=True):
+            trial.set(part, attribute, own)
 
 
 # Settings of operators, and other operators.

@@ -22,15 +22,7 @@ from torch import Tensor
 from tokentrue.doctor.findings import Finding, fault, ok
 from tokentrue.doctor.formats import NARROW
 from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, biased, count_kept, edited
-from tokentrue.doctor.reference import (
-    Observation,
-    Reference,
-    Trial,
-    WideSums,
-    compute_batch,
-    compute_logits,
-    read_entries,
-)
+from tokentrue.doctor.reference import Observation, Reference, WideSums, compute_batch, compute_logits, read_entries
 from tokentrue.records import record
 
 FLOAT32_SPREAD = 1.5e-5  # typical |e| of two correct float32 implementations of a small model
@@ -559,7 +551,7 @@ def _list_pairs(best: Fit, asked: Sequence[Hypothesis]) -> Iterator[Hypothesis]:
         is_fit = other.fault == first.fault and other.span == first.span
         if is_fit and not (other.is_partial or any(one.is_output or one.is_rounding for one in (first, other))):
 
-            def apply(trial: Trial, by: float, other: Hypothesis = other) -> None:
+            def apply(trial: Any, by: float, other: Hypothesis = other) -> None:
                 for one, number in ((first, x), (other, by)):
                     for unit in one.units.values():
                         unit(trial, number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -87,12 +86,10 @@ async def _draws(exam: Examination, verdict: Finding) -> Finding:
     if verdict.verdict is not Verdict.OK or exam.evidence is None:
         return cannot_tell("the reference has other probabilities than the engine")
     # A filter that cuts little shows in many draws only. An engine that ignores seeds repeats its answers.
-    prompts, plain = exam.prompts(), Sampling(max_tokens=exam.max_tokens)
-    first, second = [await exam.generate(prompts, replace(plain, seed=exam.seed + by)) for by in (1, 2)]
-    pairs = [*zip(prompts, first, strict=True), *zip(prompts, second, strict=True)]
-    more = [Observation.from_completion(*pair) for pair in pairs if pair[1].token_ids]
-    is_repeated = [one.token_ids for one in first] == [one.token_ids for one in second]
-    return judge_draws(exam.evidence, () if is_repeated else more)
+    seeds = [Sampling(max_tokens=exam.max_tokens, seed=exam.seed + by) for by in (1, 2)]
+    first, second = [await exam.observe(exam.prompts(), sampling) for sampling in seeds]
+    is_repeated = [seen.token_ids for seen in first] == [seen.token_ids for seen in second]
+    return judge_draws(exam.evidence, [] if is_repeated else [*first, *second])
 
 
 def locate_difference(exam: Examination, findings: Sequence[Finding], engine_model: Any) -> list[Finding]:
