@@ -332,7 +332,6 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
         ("nothing sees the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= x) & (j < x)),
         ("page {x:.0f} of 16 tokens is not seen", range(8), lambda i, j, n, x: (j // 16 == x) & (i // 16 > x)),
         ("tokens from {x:.0f} on do not see the one before them", LENGTHS, lambda i, j, n, x: (j == x - 1) & (i >= x)),
-        ("tokens do not see each {x:.0f}th one", PAGES, lambda i, j, n, x: (j % x == x - 1) & (j < i)),
         ("decoding does not see the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= n) & (j < x)),
         ("decoding does not see the last {x:.0f} prompt tokens", FEW, lambda i, j, n, x: (i >= n) & (j >= n - x) & (j < n)),
         ("decoding does not see the {x:.0f} tokens before it", FEW, lambda i, j, n, x: (i >= n) & (j < i) & (j >= i - x)),
@@ -498,7 +497,6 @@ def _blank(n: int, own: Tensor, x: float) -> Tensor:
 Order = tuple[Callable[[int, int], tuple[int, ...]], Callable[[Tensor], Tensor]]
 _transpose, _transpose_last = (partial(torch.transpose, dim0=n, dim1=n + 1) for n in (0, 1))
 _flip, _flip_second = (partial(torch.flip, dims=(n,)) for n in (0, 1))
-_roll = partial(torch.roll, shifts=1, dims=0)
 HEADS: Mapping[str, Order] = {
     "halves of a head as pairs of neighbours": (lambda d, g: (-1, d // 2, 2), _transpose_last),
     "pairs of neighbours as halves of a head": (lambda d, g: (-1, 2, d // 2), _transpose_last),
@@ -506,7 +504,6 @@ HEADS: Mapping[str, Order] = {
     "query heads in another order (tiled)": (lambda d, g: (g, -1, d), _transpose),
     "query heads in another order (grouped)": (lambda d, g: (-1, g, d), _transpose),
     "heads and their dimensions transposed": (lambda d, g: (d, -1), _transpose),
-    "heads moved on by one": (lambda d, g: (-1, d), _roll),
 }
 ROWS: Mapping[str, Order] = {
     "halves exchanged": (lambda d, g: (2, -1), _flip),

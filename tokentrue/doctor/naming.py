@@ -680,21 +680,20 @@ def judge_draws(data: Evidence, more: Sequence[Observation] = ()) -> Finding:
     if tested[both][0] > tested[causes][0] + TIE:
         causes, other = both, -torch.inf
     gain, words, uneven = tested[causes]
+    advice = "compare the sampler's settings with those of the request"
     if gain < -math.log(CHANCE):
         first = (likeliest[:, :1] - logits.logsumexp(dim=-1, keepdim=True)).exp()
         hits, expected, spread = float((rank == 0).sum()), float(first.sum()), float((first * (1 - first)).sum().sqrt())
         figure = f"{len(chosen)} draws; {hits:.0f} of the likeliest token, {expected:.0f} ± {spread:.0f} expected"
         if spread < 3 or abs(hits - expected) < ODD * spread:
             return ok(f"{len(chosen)} draws follow the reported distribution")
-        advice = "ask without speculative decoding, and compare the sampler's settings with those of the request"
-        detail = f"no filter and no temperature explains the draws. Next: {advice}"
+        detail = f"no filter and no temperature explains the draws. Next: ask without speculative decoding; {advice}"
         return fault("unknown", figure, confidence="low", detail=detail)
     figure = f"{len(chosen)} draws; e^{gain:.0f} times likelier under {words}"
     doubt = f"cannot be told apart from {tested[rival][1]}" if other > gain - TIE / 2 else ""
     if uneven > UNEVEN:
         doubt = f"nearest: {words}, under which such draws are rare, too"
     if doubt:
-        advice = "compare the sampler's settings with those of the request"
         return fault("unknown", figure, confidence="low", detail=f"{doubt}. Next: {advice}")
     # Draws of another temperature than the reports: either may be what was not asked for.
     others = ("sampled_temperature",) if causes == ("temperature_ignored",) else ()
