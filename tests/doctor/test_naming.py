@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.doctor import engines as e
 from tests.doctor import eighth_set, fifth_set, fourth_set, reported, seventh_set, third_set
+from tests.doctor import engines as e
 from tokentrue.doctor import CAUSES, Finding, Reference, Verdict
 from tokentrue.doctor.exam import STORY, EngineRoutes, Examination
 from tokentrue.doctor.findings import ok

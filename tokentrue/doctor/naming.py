@@ -650,7 +650,8 @@ def judge_draws(data: Evidence, more: Sequence[Observation] = ()) -> Finding:
     drawn = logits.gather(1, torch.tensor(chosen)[:, None])
     rank = (logits > drawn).sum(dim=-1, keepdim=True)
     likeliest = logits.topk(min(LIKELIEST, logits.shape[-1])).values.double()
-    plain = drawn.double() - logits.logsumexp(dim=-1, keepdim=True)
+    # By what was reported: where rounding of the reference is large, its own is no distribution of the draws.
+    plain = torch.tensor([value for seen in sampled for value in seen.logprobs], dtype=torch.float64)[:, None]
     luck = torch.rand((len(chosen), 1), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     # By cause: gains on both halves, words, and unevenness of the draws' places in the distribution.
     found: dict[tuple[str, ...], list[tuple[float, float, str, float]]] = {}
