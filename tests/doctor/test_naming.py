@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.doctor import eighth_set, fifth_set, fourth_set, reported, seventh_set, third_set
 from tests.doctor import engines as e
-from tests.doctor import fifth_set, fourth_set, reported, seventh_set, third_set
 from tokentrue.doctor import CAUSES, Finding, Reference, Verdict
-from tokentrue.doctor.exam import STORY
+from tokentrue.doctor.exam import STORY, EngineRoutes, Examination
+from tokentrue.doctor.findings import ok
 from tokentrue.doctor.hypotheses import list_hypotheses
 from tokentrue.doctor.naming import Evidence, judge, judge_draws
 from tokentrue.doctor.reference import Observation
+from tokentrue.doctor.weights import _draws
 from tokentrue.renderers import load_renderer
 from tokentrue.types import Sampling
 
@@ -38,12 +40,12 @@ async def gather(engine: reported.Engine, dtype: str = "float32", tokens: int = 
     return Evidence(reference, seen, dtype)
 
 
-def judged(evidence: Evidence, previous: Any = None, only: str = "") -> Finding:
-    """`only`: by the hypotheses whose name contains it."""
+def judged(evidence: Evidence, previous: Any = None, only: str = "", words: str = "") -> Finding:
+    """By the hypotheses whose name contains `only`, and whose label contains `words`."""
     hypotheses = list_hypotheses(
         evidence.reference, previous=previous, specials=(0, 1, 2), stops=(2,), dtype=evidence.dtype
     )
-    return judge(evidence, [one for one in hypotheses if only in one.fault], advice="look")
+    return judge(evidence, [one for one in hypotheses if only in one.fault and words in one.label], advice="look")
 
 
 def seeded(name: str, dtype: str = "float32", seed: int = 3) -> reported.Seeded:
@@ -211,6 +213,48 @@ async def test_general_forms_cover_what_the_seventh_set_showed(case: str, only: 
     seeded = seventh_set.FAULTS[case](e.calculator(), "float32", random.Random(f"1 {case}"))
     found = judged(await gather(seeded.engine), only=only)
     assert found.fault == only and expected in found.detail, found
+
+
+@pytest.mark.parametrize(
+    ("cases", "case", "only", "words", "expected"),
+    [
+        # Forms are tried in single layers, too, and the part of a model by the form that was found.
+        (eighth_set, "gate and up sharded before the split", "order", "rows joined", "shards of 2, split as blocks"),
+        (fifth_set, "one rank not updated", "stale_weights", "of 2", "shard 1 of 2; in"),
+        # Fused rows are split otherwise, either way.
+        (eighth_set, "groups read from blocks", "order", "rows joined", "q, k, v rows joined as blocks"),
+        # Two changes of one name, neither of which is enough.
+        (eighth_set, "gated units of GPT-OSS", "activation", "", "what the gate multiplies and quick GELU"),
+    ],
+)
+async def test_forms_parts_and_pairs_of_changes(
+    cases: Any, case: str, only: str, words: str, expected: str, tmp_path: Path
+) -> None:
+    seeded = cases.FAULTS[case](e.calculator(), "float32", random.Random(f"1 {case}"))
+    if seeded.previous is not None:
+        seeded.previous.save_pretrained(tmp_path)
+    evidence = await gather(seeded.engine)
+    found = judged(evidence, previous=tmp_path if seeded.previous is not None else None, only=only, words=words)
+    assert found.fault in seeded.names and expected in found.detail, found
+
+
+@pytest.mark.parametrize("is_seeded", [True, False])
+async def test_more_draws_show_a_filter_that_cuts_little(is_seeded: bool) -> None:
+    """Draws of an engine that ignores seeds are counted once."""
+    case = fifth_set.FAULTS["default filters, all reported"](e.calculator(), "float32", random.Random(1))
+    own = case.engine.generate
+
+    async def generate(ids: Any, sampling: Sampling, **given: Any) -> Any:
+        return await own(ids, sampling if is_seeded else replace(sampling, seed=1), **given)
+
+    case.engine.generate = generate  # type: ignore[method-assign]
+    exam = Examination(
+        provider=case.engine, routes=EngineRoutes(), renderer=load_renderer(str(e.CALCULATOR)),
+        reference=Reference(e.calculator()), dtype="float32",
+    )  # fmt: skip
+    exam.evidence = await gather(case.engine)
+    found = await _draws(exam, ok(""))
+    assert found.fault == ("sampled_filters" if is_seeded else ""), found
 
 
 async def test_an_edit_of_its_own_in_each_prompt_is_found() -> None:

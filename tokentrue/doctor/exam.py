@@ -115,8 +115,11 @@ class Examination(Struct, kw_only=True):
 
     def rewrites(self) -> dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]]:
         """What an engine that works on text may make of ids."""
-        decode, encode = self.renderer.decode, self.renderer.encode_sampled
+        decode = self.renderer.decode
         markers = {one for one in self.special_ids() if MARKER.fullmatch(decode([one]))}
+
+        def encode_again(ids: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(self.renderer.encode_sampled(decode(ids)))
 
         def without_markers(ids: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(one for one in ids if one not in markers)
@@ -128,11 +131,9 @@ class Examination(Struct, kw_only=True):
                 return ids
 
         return {
-            "prompts decoded and encoded again": lambda ids: tuple(encode(decode(ids))),
+            "prompts decoded and encoded again": encode_again,
             "prompts without special tokens": without_markers,
-            "prompts without special tokens, decoded and encoded again": lambda ids: tuple(
-                encode(decode(without_markers(ids)))
-            ),
+            "prompts without special tokens, decoded and encoded again": lambda ids: encode_again(without_markers(ids)),
             "prompts as texts of a user's message": render_again,
         }
 
@@ -180,6 +181,11 @@ class Examination(Struct, kw_only=True):
             if isinstance(one, BaseException):
                 raise one
         return [one for one in found if isinstance(one, Completion)]
+
+    async def observe(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Observation]:
+        """Answers that hold a token."""
+        pairs = zip(prompts, await self.generate(prompts, sampling), strict=True)
+        return [Observation.from_completion(*pair) for pair in pairs if pair[1].token_ids]
 
 
 def probe(name: str) -> Callable[[Callable[P, Awaitable[Finding]]], Callable[P, Awaitable[Finding]]]:

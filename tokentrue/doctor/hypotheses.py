@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 from operator import mul
 from typing import Any
 
@@ -332,7 +332,6 @@ def _masks(model: nn.Module) -> Iterator[Hypothesis]:
         ("nothing sees the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= x) & (j < x)),
         ("page {x:.0f} of 16 tokens is not seen", range(8), lambda i, j, n, x: (j // 16 == x) & (i // 16 > x)),
         ("tokens from {x:.0f} on do not see the one before them", LENGTHS, lambda i, j, n, x: (j == x - 1) & (i >= x)),
-        ("tokens do not see each {x:.0f}th one", PAGES, lambda i, j, n, x: (j % x == x - 1) & (j < i)),
         ("decoding does not see the first {x:.0f} tokens", FEW, lambda i, j, n, x: (i >= n) & (j < x)),
         ("decoding does not see the last {x:.0f} prompt tokens", FEW, lambda i, j, n, x: (i >= n) & (j >= n - x) & (j < n)),
         ("decoding does not see the {x:.0f} tokens before it", FEW, lambda i, j, n, x: (i >= n) & (j < i) & (j >= i - x)),
@@ -498,26 +497,18 @@ def _blank(n: int, own: Tensor, x: float) -> Tensor:
 Order = tuple[Callable[[int, int], tuple[int, ...]], Callable[[Tensor], Tensor]]
 _transpose, _transpose_last = (partial(torch.transpose, dim0=n, dim1=n + 1) for n in (0, 1))
 _flip, _flip_second = (partial(torch.flip, dims=(n,)) for n in (0, 1))
-_roll = partial(torch.roll, shifts=1, dims=0)
 HEADS: Mapping[str, Order] = {
     "halves of a head as pairs of neighbours": (lambda d, g: (-1, d // 2, 2), _transpose_last),
     "pairs of neighbours as halves of a head": (lambda d, g: (-1, 2, d // 2), _transpose_last),
     "halves of a head exchanged": (lambda d, g: (-1, 2, d // 2), _flip_second),
     "query heads in another order (tiled)": (lambda d, g: (g, -1, d), _transpose),
     "query heads in another order (grouped)": (lambda d, g: (-1, g, d), _transpose),
-    "heads in reverse": (lambda d, g: (-1, d), _flip),
     "heads and their dimensions transposed": (lambda d, g: (d, -1), _transpose),
-    "heads moved on by one": (lambda d, g: (-1, d), _roll),
-    "neighbouring heads exchanged": (lambda d, g: (-1, 2, d), _flip_second),
 }
 ROWS: Mapping[str, Order] = {
     "halves exchanged": (lambda d, g: (2, -1), _flip),
-    "quarters in reverse": (lambda d, g: (4, -1), _flip),
-    "quarters 1 and 2 exchanged": (lambda d, g: (2, 2, -1), _transpose),
-    "rows in reverse": (lambda d, g: (-1, 1), _flip),
     "even rows, then odd rows": (lambda d, g: (-1, 2), _transpose),
     "halves interleaved": (lambda d, g: (2, -1), _transpose),
-    "moved on by one": (lambda d, g: (-1, 1), _roll),
     "transposed": (lambda d, g: (-1,), lambda own: own.T if own.shape[0] == own.shape[-1] else own),
 }
 
@@ -551,15 +542,24 @@ def _list_orders(reference: Reference) -> Rows:
             for words, order in orders.items():
                 fault = "rope" if turns and "hal" in words else "projection_order"
                 yield fault, f"{', '.join(parts)}: {words}", _at(owners, partial(_reorder, parts, order))
-    label = "gate and up rows joined in shards of {x:.0f}, split as halves"
-    yield "projection_order", label, _at(mlps, _split_fused), (2, 4, 8, 10**9)
+    label = "{} rows joined {}, split {} (0: of heads or rows)"
+    for owners, names in ((mlps, ("gate", "up")), (attentions, ("q", "k", "v")), (attentions, ("k", "v"))):
+        for ways in permutations(("in shards of {x:.0f}", "as blocks")):
+            units = _at(owners, partial(_split_fused, names, "shards" in ways[0]))
+            yield "projection_order", label.format(", ".join(names), *ways), units, (2, 4, 8, 0)
 
 
-def _split_fused(mlp: Any, trial: Trial, x: int) -> None:
-    parts = (mlp.gate_proj, mlp.up_proj)
-    both = [one.weight.data.unflatten(0, (min(x, len(one.weight)), -1)) for one in parts]
-    for part, rows in zip(parts, torch.stack(both, dim=1).flatten(0, 2).chunk(2), strict=True):
-        trial.set(part, "weight", rows)
+def _split_fused(names: Sequence[str], is_sharded: bool, owner: Any, trial: Trial, x: int) -> None:
+    """`is_sharded`: rows were joined shard by shard and are split as blocks; else the other way."""
+    parts = [getattr(owner, f"{name}_proj") for name in names]
+    sizes = [len(one.weight) for one in parts]
+    most = min(sizes) // getattr(owner, "head_dim", 1)
+    places = torch.arange(sum(sizes)).split(sizes)
+    order = torch.cat([one.unflatten(0, (min(x or most, most), -1)) for one in places], dim=1).flatten()
+    for attribute, _ in parts[0].named_parameters():
+        rows = torch.cat([getattr(one, attribute).data for one in parts])[order if is_sharded else order.argsort()]
+        for part, own in zip(parts, rows.split(sizes), strict=True):
+            trial.set(part, attribute, own)
 
 
 # Settings of operators, and other operators.

@@ -141,9 +141,9 @@ async def _observe(exam: Examination) -> Finding:
     sampling = Sampling(temperature=1.0, max_tokens=exam.max_tokens, seed=exam.seed, top_logprobs=4)
     completions = await exam.generate(prompts, sampling)
     exam.uncertain = _uncertain(prompts, completions)
-    unusual = exam.unusual_prompts()
-    pairs = zip([*prompts, *unusual], [*completions, *await exam.generate(unusual, sampling)], strict=True)
+    pairs = zip(prompts, completions, strict=True)
     exam.observations += [Observation.from_completion(*pair) for pair in pairs if pair[1].token_ids]
+    exam.observations += await exam.observe(exam.unusual_prompts(), sampling)
     size, sampled = exam.reference.vocab_size, [token for one in completions for token in one.token_ids]
     if max(sampled, default=0) >= size:
         return fault("other_model", f"sampled id {max(sampled)} of {size}")
@@ -333,8 +333,7 @@ async def _prefix_cache(exam: Examination) -> Finding:
     if found.verdict is not Verdict.OK or exam.evidence is None or exam.evidence.departs:
         return found
     prompts = [(*seen.token_ids, *exam.prompts()[-1]) for seen in exam.observations[:3]]
-    answers = await exam.generate(prompts, Sampling(max_tokens=12, seed=exam.seed, top_logprobs=4))
-    seen = [Observation.from_completion(*pair) for pair in zip(prompts, answers, strict=True) if pair[1].token_ids]
+    seen = await exam.observe(prompts, Sampling(max_tokens=12, seed=exam.seed, top_logprobs=4))
     if not seen:
         return found
     later = Evidence(exam.reference, seen, exam.dtype)

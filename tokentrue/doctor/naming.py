@@ -476,7 +476,8 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     every = Tokens(data, 10**9)
     visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())
     found, sizes, is_late = list[Fit](), list[Fit](), data.is_late
-    queue = [_decode_alone(one) if is_late else one for one in hypotheses if one.units]
+    asked = [_decode_alone(one) if is_late else one for one in hypotheses if one.units]
+    queue, part = asked, few.whole  # of the difference, what is left without pairs of changes
     while queue:
         some, queue = queue[: data.at_once], queue[data.at_once :]
         some = [few.choose_units(one, one.grid[0]) if one.is_partial else one for one in some]
@@ -500,6 +501,9 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
                 continue  # another cause explains most already
             next_up += _list_parts(few, more, best)
         queue = [*next_up, *queue]
+        nearest = min(found, key=lambda one: one.left, default=None)
+        if not queue and nearest is not None and data.is_exact and data.limit < nearest.left < part / 2:
+            part, queue = nearest.left, [*_list_pairs(nearest, asked)]
     found = sorted((one for one in found if one.left < few.whole), key=lambda one: one.left)
     if data.is_exact and found and found[0].left < data.limit:
         found = [one for one in found if one.left < 10 * data.limit]  # others are no rivals
@@ -521,13 +525,13 @@ def _list_parts(few: Tokens, more: Tokens, best: Fit) -> list[Hypothesis]:
     ratio = few.data.size(few.data.e - best.residual, few.inside) / max(few.whole, 1e-12)
     if hypothesis.details is not None and (0.2 < ratio < 5 if hypothesis.is_rounding else is_alike):
         found += hypothesis.details()
-    if hypothesis.is_local and len(hypothesis.units) <= FEW:
-        return [*(hypothesis.within([name]) for name in hypothesis.units), *found]
+    singles = [hypothesis.within([name]) for name in hypothesis.units] if len(hypothesis.units) <= FEW else []
+    if hypothesis.is_local and singles:
+        return [*singles, *found]
     if len(hypothesis.units) < 2:
         return found
-    if few.data.is_exact and ratio > 1.5 and len(hypothesis.units) <= FEW and len(hypothesis.grid) == 1:
-        # The effects of large changes do not add up.
-        found += [hypothesis.within([name]) for name in hypothesis.units]
+    if few.data.is_exact and ratio > 1.5 and not hypothesis.fit:
+        found += singles  # the effects of large changes do not add up
     is_asked = hypothesis.fault in ASKED and hypothesis.span in (None, _sampled)
     if not is_asked:
         if not is_alike or (hypothesis.is_rounding and not 0.3 < ratio < 10):
@@ -535,9 +539,24 @@ def _list_parts(few: Tokens, more: Tokens, best: Fit) -> list[Hypothesis]:
         (again,) = more.try_all([(hypothesis, best.x)])
         if again is None or more.correlate(again) < more.alike:
             return found
-    # A number is that of the whole; without one a part is changed or not: an update was taken or not.
-    part = more.choose_units(hypothesis, best.x if _has_size(hypothesis) else hypothesis.grid[0])
+    # A number or a form is that of the whole; of an update, a part took all or nothing.
+    part = more.choose_units(hypothesis, 0.0 if hypothesis.fit == "real" and not _has_size(hypothesis) else best.x)
     return [part, *found] if len(part.units) < len(hypothesis.units) else found
+
+
+def _list_pairs(best: Fit, asked: Sequence[Hypothesis]) -> Iterator[Hypothesis]:
+    """The best change with each other one of the same name."""
+    first, x, label = best.hypothesis, best.x, best.label
+    for other in asked:
+        is_fit = other.fault == first.fault and other.span == first.span
+        if is_fit and not (other.is_partial or any(one.is_output or one.is_rounding for one in (first, other))):
+
+            def apply(trial: Any, by: float, other: Hypothesis = other) -> None:
+                for one, number in ((first, x), (other, by)):
+                    for unit in one.units.values():
+                        unit(trial, number)
+
+            yield replace(other, label=f"{label} and {other.label}", units={"": apply}, is_local=False, details=None)
 
 
 def _explains_all(every: Tokens, fit: Fit) -> bool:
@@ -621,17 +640,18 @@ def _edit(seen: Observation, at: int, drop: int, put: tuple[int, ...]) -> Observ
 # Draws.
 
 
-def judge_draws(data: Evidence) -> Finding:
-    """Whether the sampled tokens follow the distribution that was reported for them. By the reference's
-    probabilities filters, temperatures, and both together compete: each is fitted on half of the draws and tried on the
-    others."""
-    places = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
-    chosen = [data.observations[n].token_ids[at] for n in places for at in data.observations[n].positions]
-    logits = torch.cat([data.logits[n] for n in places])
+def judge_draws(data: Evidence, more: Sequence[Observation] = ()) -> Finding:
+    """Whether the sampled tokens, those of `more` too, follow the distribution that was reported for them. By the
+    reference's probabilities filters, temperatures, and both together compete: each is fitted on half of the draws and
+    tried on the others."""
+    sampled = [seen for seen in (*data.observations, *more) if not seen.is_prompt]
+    chosen = [seen.token_ids[at] for seen in sampled for at in seen.positions]
+    logits = torch.cat([data.reference.plain_logits(seen) for seen in sampled])
     drawn = logits.gather(1, torch.tensor(chosen)[:, None])
     rank = (logits > drawn).sum(dim=-1, keepdim=True)
     likeliest = logits.topk(min(LIKELIEST, logits.shape[-1])).values.double()
-    plain = drawn.double() - logits.logsumexp(dim=-1, keepdim=True)
+    # By what was reported: where rounding of the reference is large, its own is no distribution of the draws.
+    plain = torch.tensor([value for seen in sampled for value in seen.logprobs], dtype=torch.float64)[:, None]
     luck = torch.rand((len(chosen), 1), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     # By cause: gains on both halves, words, and unevenness of the draws' places in the distribution.
     found: dict[tuple[str, ...], list[tuple[float, float, str, float]]] = {}
@@ -661,21 +681,20 @@ def judge_draws(data: Evidence) -> Finding:
     if tested[both][0] > tested[causes][0] + TIE:
         causes, other = both, -torch.inf
     gain, words, uneven = tested[causes]
+    advice = "compare the sampler's settings with those of the request"
     if gain < -math.log(CHANCE):
         first = (likeliest[:, :1] - logits.logsumexp(dim=-1, keepdim=True)).exp()
         hits, expected, spread = float((rank == 0).sum()), float(first.sum()), float((first * (1 - first)).sum().sqrt())
         figure = f"{len(chosen)} draws; {hits:.0f} of the likeliest token, {expected:.0f} ± {spread:.0f} expected"
         if spread < 3 or abs(hits - expected) < ODD * spread:
             return ok(f"{len(chosen)} draws follow the reported distribution")
-        advice = "ask without speculative decoding, and compare the sampler's settings with those of the request"
-        detail = f"no filter and no temperature explains the draws. Next: {advice}"
+        detail = f"no filter and no temperature explains the draws. Next: ask without speculative decoding; {advice}"
         return fault("unknown", figure, confidence="low", detail=detail)
     figure = f"{len(chosen)} draws; e^{gain:.0f} times likelier under {words}"
     doubt = f"cannot be told apart from {tested[rival][1]}" if other > gain - TIE / 2 else ""
     if uneven > UNEVEN:
         doubt = f"nearest: {words}, under which such draws are rare, too"
     if doubt:
-        advice = "compare the sampler's settings with those of the request"
         return fault("unknown", figure, confidence="low", detail=f"{doubt}. Next: {advice}")
     # Draws of another temperature than the reports: either may be what was not asked for.
     others = ("sampled_temperature",) if causes == ("temperature_ignored",) else ()
