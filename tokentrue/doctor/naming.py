@@ -647,6 +647,7 @@ def judge_draws(data: Evidence, more: Sequence[Observation] = ()) -> Finding:
     sampled = [seen for seen in (*data.observations, *more) if not seen.is_prompt]
     chosen = [seen.token_ids[at] for seen in sampled for at in seen.positions]
     logits = torch.cat([data.reference.plain_logits(seen) for seen in sampled])
+    logits -= logits.amax(dim=-1, keepdim=True)  # large ones, divided by a temperature, would round
     drawn = logits.gather(1, torch.tensor(chosen)[:, None])
     rank = (logits > drawn).sum(dim=-1, keepdim=True)
     likeliest = logits.topk(min(LIKELIEST, logits.shape[-1])).values.double()
