@@ -509,7 +509,7 @@ ROWS: Mapping[str, Order] = {
     "halves exchanged": (lambda d, g: (2, -1), _flip),
     "even rows, then odd rows": (lambda d, g: (-1, 2), _transpose),
     "halves interleaved": (lambda d, g: (2, -1), _transpose),
-    "transposed": (lambda d, g: (-1,), lambda own: own.T if own.shape[0] == own.shape[-1] else own),
+    "transposed": (lambda d, g: (-1,), lambda own: own.T if own.shape == (len(own), len(own)) else own),
 }
 
 
