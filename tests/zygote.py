@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST = 1 << 20
+OPTIONS = {"trust_remote_code": False}  # with which the package loads a tokenizer
 LOCK = threading.Lock()
 PRELOADED = (
     "tokentrue.cli.serve", "tokentrue.app.configuration", "tokentrue.app.wiring", "tokentrue.gateway.app",
@@ -125,7 +126,8 @@ def serve(connection: socket.socket) -> None:
     load = AutoTokenizer.from_pretrained
 
     def find_or_load(directory: str, **options: Any) -> Any:
-        return tokenizers[directory] if directory in tokenizers else load(directory, **options)
+        is_loaded = directory in tokenizers and options == OPTIONS
+        return tokenizers[directory] if is_loaded else load(directory, **options)
 
     AutoTokenizer.from_pretrained = find_or_load  # type: ignore[method-assign]
     while True:
@@ -139,7 +141,7 @@ def serve(connection: socket.socket) -> None:
             continue
         for each in request["arguments"]:  # no test changes a directory of the repository
             if each not in tokenizers and Path(each, "tokenizer.json").is_file() and ROOT in Path(each).parents:
-                tokenizers[each] = load(each, trust_remote_code=False)
+                tokenizers[each] = load(each, **OPTIONS)
                 gc.freeze()
         if child := os.fork():
             for file in files:

@@ -12,7 +12,7 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,10 +63,11 @@ def measure_loads(loads: Sequence[str], shapes: Sequence[str], peers: Sequence[s
         if not shapes or shape in shapes:
             jobs.setdefault(shape, []).append(kind)
     peers = [name for name in peers if is_available(name)]
-    rows = []
-    for together in waves(jobs):
-        others = measure_peers(peers, {shape: jobs[shape] for shape in together})
-        for shape in together:
+    rows, others = [], dict[tuple[str, str, str, int], PeerResult]()
+    for wave in waves(jobs):
+        for name in peers:
+            others |= measure_peer(name, wave)
+        for shape in [shape for shape, kinds in wave if kinds == separate(jobs[shape])[-1]]:
             for kind, count, rate, wrong, total, size in measure_exact(shape, jobs[shape]):
                 print(f"exact {shape}, {kind}, {count}: {rate:.0f} tok/s, {wrong} of {total} differ", file=sys.stderr)
                 cells = [c for name in peers for c in cells_of(others.get((name, shape, kind, count)), rate)]
@@ -85,24 +86,22 @@ def measure_loads(loads: Sequence[str], shapes: Sequence[str], peers: Sequence[s
     return Report(title="What people train", columns=tuple(columns), rows=rows, notes=notes)
 
 
-def waves(jobs: dict[str, list[str]]) -> Iterator[list[str]]:
-    """Shapes whose other engines fit into memory at once: they start, and compile, at the same time."""
-    wave, free = list[str](), PEER_GIB
+def waves(jobs: Mapping[str, Sequence[str]]) -> Iterator[list[tuple[str, list[str]]]]:
+    """Shapes, each with the kinds of one process, that fit into memory at once: they start, and compile, at the same
+    time."""
+    wave, free = list[tuple[str, list[str]]](), PEER_GIB
     for shape, kinds in jobs.items():
-        need = sum(memory_of(shape, group) for group in separate(kinds))
-        if wave and need > free:
-            yield wave
-            wave, free = [], PEER_GIB
-        wave.append(shape)
-        free -= need
+        # A peer holds the model of transformers, its own copy of it, and its caches.
+        weights = sum(p.numel() for p in model_of(shape, device="meta").parameters()) * 2 * 2 / 2**30
+        for group in separate(kinds):
+            need = weights + (48 if any(is_agents(kind) for kind in group) else 14)
+            if wave and need > free:
+                yield wave
+                wave, free = [], PEER_GIB
+            wave.append((shape, group))
+            free -= need
     if wave:
         yield wave
-
-
-def memory_of(shape: str, kinds: Sequence[str]) -> float:
-    """GiB of a peer: the model of transformers, its own copy of it, and its caches."""
-    weights = sum(p.numel() for p in model_of(shape, device="meta").parameters()) * 2 * 2 / 2**30
-    return weights + (48 if any(is_agents(kind) for kind in kinds) else 14)
 
 
 def separate(kinds: Sequence[str]) -> list[list[str]]:
@@ -111,21 +110,16 @@ def separate(kinds: Sequence[str]) -> list[list[str]]:
     return [group for group in groups if group]
 
 
-def measure_peers(names: Sequence[str], jobs: dict[str, list[str]]) -> dict[tuple[str, str, str, int], PeerResult]:
-    """Results by name, shape, kind and count. Those that fit into memory start together and then run one by one."""
-    waiting = [(name, shape, group) for name in names for shape, kinds in jobs.items() for group in separate(kinds)]
+def measure_peer(name: str, wave: Sequence[tuple[str, list[str]]]) -> dict[tuple[str, str, str, int], PeerResult]:
+    """Results by name, shape, kind and count. All start together and then run one after the other."""
+    started = [Peer(name, shape, kinds) for shape, kinds in wave]
+    for peer in started:
+        peer.wait_until_ready()
     found = {}
-    while waiting:
-        started, free = list[Peer](), PEER_GIB
-        while waiting and (not started or memory_of(*waiting[0][1:]) <= free):
-            free -= memory_of(*waiting[0][1:])
-            started.append(Peer(*waiting.pop(0)))
-        for peer in started:
-            peer.wait_until_ready()
-        for peer in started:
-            for result in peer.results():
-                print(f"{peer.name} {peer.shape}: {result}", file=sys.stderr, flush=True)
-                found[peer.name, peer.shape, result.kind, result.count] = result
+    for peer in started:
+        for result in peer.results():
+            print(f"{peer.name} {peer.shape}: {result}", file=sys.stderr, flush=True)
+            found[peer.name, peer.shape, result.kind, result.count] = result
     return found
 
 

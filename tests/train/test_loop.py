@@ -71,7 +71,7 @@ def run(directory: Path | None, *, steps: int, lag: int, dies_after: int = 0) ->
     store = None if directory is None else Store(directory=directory, run_hash="h", model=None)
 
     def stop(report: Any, seconds: Any) -> None:
-        if report.version == dies_after + 1 > 1:
+        if dies_after and report.version == dies_after + 1:
             raise Crash
 
     try:
