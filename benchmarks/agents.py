@@ -98,17 +98,21 @@ class Felt:
 
 
 # ---- as agents -------------------------------------------------------------------------------------------------------
-async def play_agents(server: ServerProcess, count: int, load: Workload, *, streamed: bool) -> Felt:
-    felt = Felt()
-    before = server.cpu_s()
-    await asyncio.gather(*(play_agent(server, load.plan(n), felt, streamed=streamed) for n in range(count)))
-    felt.cpu_s = server.cpu_s() - before
-    return felt
+def play_agents(port: int, admin_key: str, count: int, load: Workload, streamed: bool) -> Felt:
+    """Runs in a process of its own."""
+
+    async def play() -> Felt:
+        felt = Felt()
+        plans = map(load.plan, range(count))
+        await asyncio.gather(*(play_agent(port, admin_key, plan, felt, streamed=streamed) for plan in plans))
+        return felt
+
+    return asyncio.run(play())
 
 
-async def play_agent(server: ServerProcess, plan: AgentPlan, felt: Felt, *, streamed: bool) -> None:
+async def play_agent(port: int, admin_key: str, plan: AgentPlan, felt: Felt, *, streamed: bool) -> None:
     await asyncio.sleep(plan.start_s)
-    client, key = await open_session(server.port, server.admin_key)
+    client, key = await open_session(port, admin_key)
     pages = read_pages(skip=plan.skip)
     agent = Agent(pages, opening=opening_text(pages, plan.tokens))
     began = time.perf_counter()
@@ -131,19 +135,33 @@ def opening_text(pages: Iterator[str], tokens: int) -> str:
     return text[:characters]
 
 
-def report_felt(counts: Sequence[int], load: Workload, folder: Path) -> Report:
+def report_felt(counts: Sequence[int], kinds: Sequence[str], load: Workload, folder: Path, *, together: bool) -> Report:
+    """`together`: the agents work through the gateway and at another engine at the same time."""
     rows: list[Sequence[Any]] = []
     others = 0.0
-    with engine_and_gateway(folder, sampled=TOKENS, token_delay_s=load.token_delay_s, piece=PIECE) as servers:
-        engine, gateway = servers[DIRECT], servers[GATEWAY]
+    settings: dict[str, Any] = {"sampled": TOKENS, "token_delay_s": load.token_delay_s, "piece": PIECE}
+    with (
+        engine_and_gateway(folder, **settings) as servers,
+        ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool,
+    ):
+        gateway = servers[GATEWAY]
+        if together:
+            servers["another engine"] = ServerProcess("benchmarks.standin", str(folder / "standin.json"))
+        engine = servers["another engine" if together else DIRECT]
         warm = Workload(turns=2, opening=(2_000, 2_000), token_delay_s=load.token_delay_s, pause_s=0.1)
-        asyncio.run(play_agents(gateway, 2, warm, streamed=True))
-        for count, streamed in itertools.product(counts, (True, False)):
-            started, before = time.perf_counter(), others_cpu_s(servers)
-            direct = asyncio.run(play_agents(engine, count, load, streamed=streamed))
-            felt = asyncio.run(play_agents(gateway, count, load, streamed=streamed))
+        both = [pool.submit(play_agents, each.port, each.admin_key, 2, warm, True) for each in (engine, gateway)]
+        for future in both:
+            future.result()
+        for count, kind in itertools.product(counts, kinds):
+            started, before, cpu_s = time.perf_counter(), others_cpu_s(servers), gateway.cpu_s()
+            how = count, load, kind == "streamed"
+            direct = pool.submit(play_agents, engine.port, engine.admin_key, *how)
+            if not together:
+                direct.result()
+            felt = pool.submit(play_agents, gateway.port, gateway.admin_key, *how).result()
+            felt.cpu_s = gateway.cpu_s() - cpu_s
             others = max(others, (others_cpu_s(servers) - before) / (time.perf_counter() - started))
-            rows.append(felt_row(count, load, direct, felt, streamed=streamed))
+            rows.append(felt_row(count, load, direct.result(), felt, kind))
     columns = (
         "agents",
         "answers",
@@ -161,18 +179,18 @@ def report_felt(counts: Sequence[int], load: Workload, folder: Path) -> Report:
         f"{1 / load.token_delay_s:.0f} a second in pieces of {PIECE}, pauses of {load.pause_s:g} s on average",
         "kept: time that the agents take at the engine alone ÷ through the gateway; added: over the engine alone",
         "one process carries: the time of a turn ÷ its CPU time, extrapolated",
-        f"other processes kept up to {others:.2f} of {os.cpu_count()} cores busy",
+        f"other processes, the agents' among them, kept up to {others:.2f} of {os.cpu_count()} cores busy",
+        *(("through the gateway and at an engine of their own at the same time",) if together else ()),
     )
     return Report(title="agents through one gateway process", columns=columns, rows=rows, notes=notes)
 
 
-def felt_row(count: int, load: Workload, direct: Felt, felt: Felt, *, streamed: bool) -> Sequence[Any]:
+def felt_row(count: int, load: Workload, direct: Felt, felt: Felt, kind: str) -> Sequence[Any]:
     added = [1e3 * (quantile(felt.whole_s, q) - quantile(direct.whole_s, q)) for q in (0.5, 0.99)]
     first = 1e3 * (quantile(felt.first_s, 0.5) - quantile(direct.first_s, 0.5))
     cpu_ms = 1e3 * felt.cpu_s / len(felt.whole_s)
     kept = 100 * direct.agent_s / felt.agent_s
     carries = round(load.turn_s / (cpu_ms / 1e3))
-    kind = "streamed" if streamed else "whole"
     return (count, kind, len(felt.whole_s), f"{kept:.1f}", *added, first, cpu_ms, carries)
 
 
@@ -362,6 +380,10 @@ def engine_and_gateway(
 def main() -> None:
     parser = parser_for("agents", __doc__ or "")
     parser.add_argument("--agents", type=int, nargs="*", default=[32, 96], help="how many work at once; none: no table")
+    parser.add_argument("--answers", nargs="+", default=["streamed", "whole"], choices=("streamed", "whole"))
+    parser.add_argument(
+        "--together", action="store_true", help="agents at the engine alone at the same time: six cores"
+    )
     parser.add_argument("--turns", type=int, default=31, help="turns of an agent, at the median")
     parser.add_argument("--opening", type=int, nargs=2, default=[20_000, 50_000], help="tokens of first prompts")
     parser.add_argument("--rounds", type=int, default=3, help="conversations of the tables by turn; 0: no tables")
@@ -379,7 +401,7 @@ def main() -> None:
     reports: list[Report] = []
     with tempfile.TemporaryDirectory(prefix="tokentrue-bench-") as folder:
         if counts:
-            reports.append(report_felt(counts, load, Path(folder)))
+            reports.append(report_felt(counts, options.answers, load, Path(folder), together=options.together))
         if options.rounds:
             reports += report_turns(marks, peers, Path(folder), rounds=1 if options.quick else options.rounds)
         if options.workers:
