@@ -661,16 +661,16 @@ def run_jobs(bench: Bench, jobs: Sequence[Job], file: Path, *, steps: int, at_on
     file.parent.mkdir(parents=True, exist_ok=True)
     for batch in make_batches(jobs, at_once):
         began = time.monotonic()
+        if began >= until:
+            print(f"no time for {len(batch)} runs: {batch[0].arm.name}, …", flush=True)
+            continue
         for result in bench.run(batch, steps=steps, until=until):
             run = compact(result)
             with file.open("a") as out:
                 out.write(json.dumps(run) + "\n")
-            delta, differing = (
-                sum(run["curves"]["delta"]) / len(run["curves"]["delta"]),
-                sum(run["curves"]["differing"]),
-            )
+            deltas, differing = run["curves"]["delta"], sum(run["curves"]["differing"])
             print(
-                f"  held-out {late(run):.3f}, mean |δ| {delta:.4f}, differing bits {differing:,};"
+                f"  held-out {late(run):.3f}, mean |δ| {sum(deltas) / len(deltas):.4f}, differing bits {differing:,};"
                 f" {run['arm']}, seed {run['seed']}, lr {run['lr']:g}",
                 flush=True,
             )

@@ -47,6 +47,7 @@ from experiments.grid import (
     read_runs,
     real_fp8_linear,
     round_rows,
+    run_jobs,
     score,
     tuning_jobs,
 )  # fmt: skip
@@ -135,6 +136,14 @@ def test_only_the_exact_arm_has_the_trainers_bits(name: str) -> None:
         assert all(math.isfinite(row["reward"]) and row["compared"] > 0 for row in found["rows"])
         differing = sum(row["differing"] for row in found["rows"])
         assert (differing == 0) == name.endswith(": exact")
+
+
+def test_batches_are_filed_as_they_end_and_not_begun_past_the_deadline(tmp_path: Path) -> None:
+    jobs, file = [Job(arm=ARMS["kernels: bypass"], seed=0, lr=1e-3)], tmp_path / "new" / "grid.jsonl"
+    run_jobs(make_bench(), jobs, file, steps=1, at_once=2, until=-math.inf)
+    assert read_runs(file) == []
+    run_jobs(make_bench(), jobs * 2, file, steps=1, at_once=1, until=math.inf)
+    assert [run["seed"] for run in read_runs(file)] == [0, 0]
 
 
 @pytest.mark.slow
