@@ -27,15 +27,22 @@ DOCS = Path(__file__).parent.parent / "docs"
 CONTRASTS = (  # what is asked, with, without
     *(
         (f"{source}: uncorrected, against exact", f"{source}: bypass", "exact: exact")
-        for source in ("kernels", "fp8", "kv8")
+        for source in ("kernels", "fp8", "real fp8", "kv8")
     ),
     *(
         (f"{source}: what TIS with recomputation leaves, against exact", f"{source}: recompute + TIS", "exact: exact")
-        for source in ("fp8", "kv8")
+        for source in ("fp8", "real fp8", "kv8")
     ),
+    ("real fp8 against simulated, uncorrected", "real fp8: bypass", "fp8: bypass"),
+    ("exact: dropping PPO's clip", "exact: policy gradient", "exact: exact"),
+    ("kernels: dropping PPO's clip, without weights", "kernels: policy gradient", "kernels: bypass"),
+    ("fp8: dropping PPO's clip, without weights", "fp8: policy gradient", "fp8: bypass"),
+    ("fp8: neither clip nor weights, against the same on exact", "fp8: policy gradient", "exact: policy gradient"),
+    ("fp8: TIS, without a clip", "fp8: bypass + TIS", "fp8: policy gradient"),
+    ("fp8: score centering, without a clip", "fp8: score centering", "fp8: policy gradient"),
     *(
         (f"{source}: {asked}", f"{source}: {a}", f"{source}: {b}")
-        for source in ("fp8", "kv8", "kernels", "stale")
+        for source in ("fp8", "real fp8", "kv8", "kernels", "stale")
         for asked, a, b in (
             ("recomputing π_old, without weights", "recompute", "bypass"),
             ("TIS beside recomputation", "recompute + TIS", "recompute"),
@@ -47,8 +54,15 @@ CONTRASTS = (  # what is asked, with, without
     ),
     ("staleness alone, against exact", "stale: exact", "exact: exact"),
     ("stale: exact kernels, against ordinary", "stale: exact", "stale: bypass"),
-    ("mixture: replaying the routing, with bypass", "mixture: bypass + replay", "mixture: bypass"),
-    ("mixture: replaying the routing, with recomputation", "mixture: recompute + replay", "mixture: recompute"),
+    *(
+        (f"{source}: {asked}", f"{source}: {a}", b if b.startswith("mixture") else f"{source}: {b}")
+        for source in ("mixture", "mixture of fp8")
+        for asked, a, b in (
+            ("uncorrected, against its exact", "bypass", "mixture: exact"),
+            ("replaying the routing, with bypass", "bypass + replay", "bypass"),
+            ("replaying the routing, with recomputation", "recompute + replay", "recompute"),
+        )
+    ),
 )
 LEARNING = {
     "exact": "exact: exact",
@@ -137,9 +151,19 @@ def table_of_arms(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     every = [run for runs in found.values() for run in runs.values()]
     if every:
-        start = statistics.fmean([sum(run["held_out"][0][1:]) / len(run["kinds"]) for run in every])
+        starts = [
+            f"{statistics.fmean(values):.2f}{of}"
+            for of, is_mixture in (("", False), (" of the mixture", True))
+            if (
+                values := [
+                    sum(run["held_out"][0][1:]) / len(run["kinds"])
+                    for run in every
+                    if run["arm"].startswith("mixture") == is_mixture
+                ]
+            )
+        ]
         rates, steps = (", ".join(f"{n:g}" for n in sorted({run[key] for run in every})) for key in ("lr", "steps"))
-        lines += ["", f"Held-out reward before training: {start:.2f}. Steps: {steps}. Learning rate: {rates}."]
+        lines += ["", f"Held-out reward before training: {', '.join(starts)}. Steps: {steps}. Learning rate: {rates}."]
     return lines
 
 
@@ -195,7 +219,9 @@ def draw_curves(
     across = min(across, len(panels))
     size = (4.8 * across, 3.6 * -(-len(panels) // across)) if len(panels) > 1 else (7.2, 3.8)
     drawn, axes = plt.subplots(-(-len(panels) // across), across, figsize=size, squeeze=False, sharey=True)
-    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
         for label, runs in lines.items():
             columns = list(
                 zip(*([(h[0], sum(h[1:]) / len(h[1:])) for h in run["held_out"]] for run in runs), strict=True)
@@ -221,9 +247,10 @@ def panels_of(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str,
     sources = list(dict.fromkeys(arm.partition(": ")[0] for arm in found if not arm.startswith("exact")))
     panels: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for source in sources:
-        names = ["exact: exact", *(arm for arm in found if arm.startswith(f"{source}: "))]
+        baseline = "mixture: exact" if source.startswith("mixture") else "exact: exact"
+        names = [baseline, *(arm for arm in found if arm.startswith(f"{source}: ") and arm != baseline)]
         panels[source] = {
-            ("exact, fresh weights" if name == "exact: exact" else name.partition(": ")[2]): list(found[name].values())
+            ("exact, fresh weights" if name == baseline else name.partition(": ")[2]): list(found[name].values())
             for name in names
             if name in found
         }

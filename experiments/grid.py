@@ -10,12 +10,14 @@ updates per batch, `tokentrue.mismatch.policy_loss`. Runs of one engine are trai
 weights of its own. The rollouts come from
 
 - kernels: the same weights by other kernels (one token at a time, a cache, another attention, other matrix shapes);
-- fp8: that, with weights rounded to e4m3 per output channel and inputs of every product per token;
+- fp8: that, with weights rounded to e4m3 per output channel and inputs of every product per token, products in bfloat16;
+- real fp8: the same rounding, products by torch's fp8 kernels, as serving engines run them on Hopper;
 - kv8: that, with keys and values kept in e4m3 at scale 1;
 - stale: `kernels` with the weights of four batches ago;
 - exact: the trainer's own kernels in the trainer's own shapes, so that every log-probability has the trainer's bits
   (`differing` counts those that have not);
-- mixture: `kernels` on a mixture of experts made from the same weights (every third layer, 4 experts, 2 taken).
+- mixture: `kernels` (or exact, or fp8) on a mixture of experts made from the same weights (every third layer,
+  4 experts, 2 taken).
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from experiments.llama import (
     Cache,
+    Linear,
     Shape,
     causal_bias,
     decode,
@@ -72,6 +75,7 @@ METHODS: Mapping[str, Correction] = {
     ),
     "MIS": Correction(weights=Weights(level="sequence", mode="mask", upper=2.0)),
     "score centering": PRESETS["score_centering"],
+    "policy gradient": Correction(denominator="rollout", surrogate="reinforce"),
 }
 
 
@@ -79,7 +83,7 @@ METHODS: Mapping[str, Correction] = {
 class Arm:
     source: str
     method: str
-    engine: str = "kernels"  # kernels, fp8, kv8, exact
+    engine: str = "kernels"  # kernels, fp8, real fp8, kv8, exact
     lag: int = 0
     experts: int = 1
     replay: bool = False  # the trainer's router takes the engine's experts
@@ -96,14 +100,20 @@ class Arm:
 
 def arms() -> list[Arm]:
     """In the order in which they are run."""
-    made = [Arm(source="exact", method="exact", engine="exact")]
+    made = [Arm(source="exact", method=method, engine="exact") for method in ("exact", "policy gradient")]
     made += [Arm(source="kernels", method=method) for method in METHODS]
     made += [Arm(source="fp8", method=method, engine="fp8") for method in METHODS]
-    made += [Arm(source="stale", method=method, lag=LAG) for method in METHODS]
+    made += [
+        Arm(source="real fp8", method=method, engine="real fp8")
+        for method in ("bypass", "recompute", "recompute + TIS")
+    ]
+    made += [Arm(source="stale", method=method, lag=LAG) for method in METHODS if method != "policy gradient"]
     made += [Arm(source="stale", method="exact", engine="exact", lag=LAG)]
     made += [Arm(source="kv8", method=method, engine="kv8") for method in ("bypass", "recompute", "recompute + TIS")]
+    made += [Arm(source="mixture", method="exact", engine="exact", experts=4)]
     made += [
-        Arm(source="mixture", method=method, experts=4, replay=replay)
+        Arm(source=source, method=method, engine=engine, experts=4, replay=replay)
+        for source, engine in (("mixture", "kernels"), ("mixture of fp8", "fp8"))
         for replay in (False, True)
         for method in ("bypass", "recompute")
     ]
@@ -177,15 +187,39 @@ class Rollout:
     routed: Tensor | None = None  # the experts taken, as the trainer lays tokens out: [mixture layers, S, G, T, 2]
 
 
-def fp8(x: Tensor) -> Tensor:
-    """Rounded to e4m3, one scale per row."""
+class Rounded(NamedTuple):
+    """A tensor [..., in] in e4m3, a scale per row."""
+
+    values: Tensor
+    scales: Tensor  # [..., 1], float32
+
+
+def round_rows(x: Tensor) -> Rounded:
     size = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = size.clamp(min=1e-6) / 448
-    return ((x / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+    scales = size.clamp(min=1e-6) / 448
+    return Rounded((x / scales).to(torch.float8_e4m3fn), scales)
+
+
+def fp8(x: Tensor) -> Tensor:
+    """Rounded to e4m3 and back."""
+    values, scales = round_rows(x)
+    return (values.float() * scales).to(x.dtype)
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     return linear(fp8(x), weight)
+
+
+def real_fp8_linear(x: Tensor, weight: Rounded) -> Tensor:
+    """`linear` by fp8 kernels, which take one run at a time. Fast accumulation, as serving engines have it."""
+    values, scales = round_rows(x.flatten(1, -2))
+    found = [
+        torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=x.dtype, use_fast_accum=True
+        )
+        for a, b, a_scale, b_scale in zip(values, weight.values, scales, weight.scales, strict=True)
+    ]
+    return torch.stack(found).view(*x.shape[:-1], -1)
 
 
 class Engine:
@@ -196,9 +230,13 @@ class Engine:
         self.shape, self.kind, self.flat = shape, kind, flat
         self.runs, self.groups, self.copies, self.device = len(flat), groups, copies, flat.device
         self.rows = groups * copies
-        self.weights = shape.views(flat)
+        self.weights: dict[str, Any] = dict(shape.views(flat))
         self.rope = rope_table(shape, PROMPT + ANSWER, self.device)
-        self.product = fp8_linear if kind == "fp8" else linear
+        self.product: Linear = {"fp8": fp8_linear, "real fp8": real_fp8_linear}.get(kind, linear)
+        products = [name for name in self.weights if name.rpartition(".")[2] in ("qkv", "out", "up", "down")]
+        self.rounded = {name: self.weights[name] for name in products if "fp8" in kind}
+        if kind == "real fp8":  # graphs read these tensors: `load` writes into them
+            self.weights |= {name: round_rows(weight) for name, weight in self.rounded.items()}
         self.cache = Cache(
             shape, self.runs * self.rows, PROMPT + ANSWER, copies=copies, device=self.device,
             dtype=torch.float8_e4m3fn if kind == "kv8" else flat.dtype,
@@ -220,10 +258,12 @@ class Engine:
     def load(self, flat: Tensor) -> None:
         if flat is not self.flat:
             self.flat.copy_(flat)
-        if self.kind == "fp8":
-            for name, weight in self.weights.items():
-                if name.rpartition(".")[2] in ("qkv", "out", "up", "down"):
-                    weight.copy_(fp8(weight))
+        for name, weight in self.rounded.items():
+            if self.kind == "fp8":
+                weight.copy_(fp8(weight))
+            else:
+                for kept, new in zip(self.weights[name], round_rows(weight), strict=True):
+                    kept.copy_(new)
 
     @torch.no_grad()
     def generate(self, questions: Sequence[Sequence[Question]], *, greedy: bool = False) -> Rollout:
@@ -621,11 +661,19 @@ def run_jobs(bench: Bench, jobs: Sequence[Job], file: Path, *, steps: int, at_on
     file.parent.mkdir(parents=True, exist_ok=True)
     for batch in make_batches(jobs, at_once):
         began = time.monotonic()
+        if began >= until:
+            print(f"no time for {len(batch)} runs: {batch[0].arm.name}, …", flush=True)
+            continue
         for result in bench.run(batch, steps=steps, until=until):
             run = compact(result)
             with file.open("a") as out:
                 out.write(json.dumps(run) + "\n")
-            print(f"  held-out {late(run):.3f}; {run['arm']}, seed {run['seed']}, lr {run['lr']:g}", flush=True)
+            deltas, differing = run["curves"]["delta"], sum(run["curves"]["differing"])
+            print(
+                f"  held-out {late(run):.3f}, mean |δ| {sum(deltas) / len(deltas):.4f}, differing bits {differing:,};"
+                f" {run['arm']}, seed {run['seed']}, lr {run['lr']:g}",
+                flush=True,
+            )
         gc.collect()  # of the batch's graphs: their memory is free only then
         seconds, peak = time.monotonic() - began, 0.0
         if bench.device.type == "cuda":
@@ -708,7 +756,9 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=20, help="runs of a batch, each 2 to 4 GiB")
     parser.add_argument("--seeds", default="0:5", help="FIRST:END")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--only", default="", help="starts of arms' names, with commas between them")
+    parser.add_argument(
+        "--only", default="", help="starts of arms' names, in the order to run them, with commas between them"
+    )
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds")
     parser.add_argument("--out", type=Path, default=DATA)
     given = parser.parse_args()
@@ -716,10 +766,12 @@ def main() -> None:
     if given.action == "tune":
         jobs, file = tuning_jobs(), given.out / "tuning.jsonl"
     else:
-        rates, file = choose_rates(read_runs(DATA / "tuning.jsonl")), given.out / "grid.jsonl"
+        file = given.out / "grid.jsonl"
+        rates = choose_rates(read_runs(DATA / "tuning.jsonl") + read_runs(given.out / "tuning.jsonl"))
+        known = {(run["arm"], run["seed"]) for run in read_runs(DATA / "grid.jsonl") + read_runs(file)}
         first, _, end = given.seeds.partition(":")
-        jobs = main_jobs(rates, range(int(first), int(end)), {(run["arm"], run["seed"]) for run in read_runs(file)})
-    jobs = [job for job in jobs if job.arm.name.startswith(tuple(given.only.split(",")))]
+        jobs = main_jobs(rates, range(int(first), int(end)), known)
+    jobs = list(dict.fromkeys(job for start in given.only.split(",") for job in jobs if job.arm.name.startswith(start)))
     bench = open_bench(given.model, given.tasks, vocabulary=given.vocabulary, device=given.device)
     run_jobs(bench, jobs, file, steps=given.steps, at_once=given.at_once, until=until)
 

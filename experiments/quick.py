@@ -36,7 +36,7 @@ def main() -> int:
         parser.error(trouble)
     seeds, steps = (range(5), 300) if on_gpu else (range(1), 2)
     jobs = [Job(arm=arm, seed=seed, lr=given.lr) for arm in arms() for seed in seeds if arm.name in ARMS]
-    file = given.out / "grid.jsonl"
+    began, file = time.monotonic(), given.out / "grid.jsonl"
     file.unlink(missing_ok=True)
     bench = open_bench(given.model, given.tasks, vocabulary=given.vocabulary, device=given.device)
     run_jobs(bench, jobs, file, steps=steps, at_once=5, until=time.monotonic() + 1800)
@@ -44,6 +44,7 @@ def main() -> int:
     filed = complete_runs(read_runs(DATA / "grid.jsonl"))
     for title, found in (("here", mine), ("on file", {arm: filed[arm] for arm in ARMS if arm in filed})):
         print(f"\n{title}\n" + "\n".join(table_of_arms(found)))
+    print(f"\n{sum(map(len, mine.values()))} runs of {steps} steps in {time.monotonic() - began:.0f} s")
     runs = mine.get("exact: exact", {})
     if not runs:
         print("\nFAIL: no run of the exact arm ended; the lines above say why")

@@ -15,6 +15,7 @@ from experiments.figures import (
     DOCS,
     MARKS,
     complete_runs,
+    draw_curves,
     has_fallen,
     holm,
     interval,
@@ -44,10 +45,25 @@ from experiments.grid import (
     make_batches,
     measure,
     read_runs,
+    real_fp8_linear,
+    round_rows,
+    run_jobs,
     score,
     tuning_jobs,
 )  # fmt: skip
-from experiments.llama import Cache, Shape, causal_bias, decode, flatten, forward, head, load_shape, rope_table, upcycle
+from experiments.llama import (
+    Cache,
+    Shape,
+    causal_bias,
+    decode,
+    flatten,
+    forward,
+    head,
+    linear,
+    load_shape,
+    rope_table,
+    upcycle,
+)
 from experiments.quick import find_trouble
 from tokentrue.mismatch import policy_loss
 
@@ -109,14 +125,25 @@ def make_bench() -> Bench:
     return Bench(tasks=tasks, shape=TINY, start=start, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ["exact: exact", "kernels: recompute + TIS", "mixture: bypass + replay"])
+@pytest.mark.parametrize(
+    "name",
+    ["exact: exact", "mixture: exact", "kernels: recompute + TIS", "real fp8: bypass", "mixture: bypass + replay"],
+)
 def test_only_the_exact_arm_has_the_trainers_bits(name: str) -> None:
     jobs = [Job(arm=ARMS[name], seed=seed, lr=1e-3) for seed in range(2)]
     for found in make_bench().run(jobs, steps=2, evaluate_every=1):
         assert len(found["held_out"]) == 3
         assert all(math.isfinite(row["reward"]) and row["compared"] > 0 for row in found["rows"])
         differing = sum(row["differing"] for row in found["rows"])
-        assert (differing == 0) == (name == "exact: exact")
+        assert (differing == 0) == name.endswith(": exact")
+
+
+def test_batches_are_filed_as_they_end_and_not_begun_past_the_deadline(tmp_path: Path) -> None:
+    jobs, file = [Job(arm=ARMS["kernels: bypass"], seed=0, lr=1e-3)], tmp_path / "new" / "grid.jsonl"
+    run_jobs(make_bench(), jobs, file, steps=1, at_once=2, until=-math.inf)
+    assert read_runs(file) == []
+    run_jobs(make_bench(), jobs * 2, file, steps=1, at_once=1, until=math.inf)
+    assert [run["seed"] for run in read_runs(file)] == [0, 0]
 
 
 @pytest.mark.slow
@@ -126,7 +153,7 @@ def test_a_stale_engine_has_the_weights_of_four_batches_ago() -> None:
     assert found["rows"][2]["delta"] > found["rows"][0]["delta"] == 0
 
 
-@pytest.mark.parametrize("method", ["bypass", "recompute + TIS", "MIS", "score centering"])
+@pytest.mark.parametrize("method", ["bypass", "recompute + TIS", "MIS", "score centering", "policy gradient"])
 def test_a_run_of_a_batch_takes_the_steps_it_would_take_alone(method: str) -> None:
     """Against plain autograd and torch's AdamW, in float32, beside runs of other methods and rates."""
     bench, arm = make_bench(), ARMS[f"kernels: {method}"]
@@ -171,6 +198,9 @@ def test_a_run_of_a_batch_takes_the_steps_it_would_take_alone(method: str) -> No
             current, old[number], rollout.logprobs_SBA[1, rows], advantages[rows], rollout.mask_SBA[1, rows],
             replace(arm.config, aggregate="token_mean"), **extra,
         )  # fmt: skip
+        if method == "policy gradient":  # no ratio, no clip, no weights: its formula
+            kept = rollout.mask_SBA[1, rows]
+            loss = -(advantages[rows, None] * current)[kept].sum() / kept.sum()
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_([flat], 1.0)
@@ -217,6 +247,65 @@ def test_a_mixture_starts_near_its_dense_model() -> None:
 def test_fp8_keeps_three_bits_of_mantissa() -> None:
     rounded = fp8(torch.tensor([[448.0, 17.0, 1.06, 0.0]]))
     assert rounded.tolist() == [[448.0, 16.0, 1.0, 0.0]]  # steps of 2 at 16, of 1/8 at 1; ties to even
+
+
+def test_real_fp8_products_are_those_of_the_rounded_numbers() -> None:
+    """Against float64 products of the numbers that e4m3 and its scales hold, a run at a time."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 2, 5, 32) * 7, torch.randn(3, 48, 32) * 0.1
+    rounded = round_rows(weight)
+    assert rounded.values.dtype == torch.float8_e4m3fn
+    found = real_fp8_linear(x, rounded)
+    for run in range(3):
+        a, b = (values.double() * scales.double() for values, scales in (round_rows(x[run]), round_rows(weight[run])))
+        torch.testing.assert_close(found[run].double(), a @ b.T, atol=1e-4, rtol=1e-5)
+    plain = linear(x, weight)
+    assert 0.01 < (found - plain).norm() / plain.norm() < 0.1
+
+
+@torch.no_grad()
+def test_both_fp8_engines_follow_the_weights_they_load() -> None:
+    bench = make_bench()
+    first, second = bench.start[None].clone(), bench.start.flip(0)[None].clone()
+    for flat in (first, second):
+        TINY.views(flat)["norm"].fill_(1.0)
+    questions, found = [bench.tasks.train[:GROUPS]], {}
+    for kind in ("kernels", "fp8", "real fp8"):
+        engine = Engine(TINY, kind, first.clone(), groups=GROUPS, copies=1)
+        engine.load(first)
+        before = engine.generate(questions, greedy=True).logprobs_SBA
+        where = [weight.data_ptr() for weight in engine.weights["0.qkv"]] if kind == "real fp8" else []
+        engine.load(second)
+        assert where == [weight.data_ptr() for weight in engine.weights["0.qkv"]][: len(where)]  # graphs keep reading
+        rollout = engine.generate(questions, greedy=True)
+        assert (rollout.logprobs_SBA - before).abs().max() > 0.1
+        # First tokens: later ones follow other choices.
+        found[kind] = torch.stack([before[..., 0], rollout.logprobs_SBA[..., 0]])
+    torch.testing.assert_close(found["fp8"], found["real fp8"], atol=1e-4, rtol=0)
+    assert (found["fp8"] - found["kernels"]).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_only_a_replaying_trainer_takes_the_engines_experts() -> None:
+    bench, shape = make_bench(), replace(TINY, experts=4)
+    start = upcycle(TINY, bench.start, shape, noise=1.0)
+    for name in ("mixture: bypass", "mixture: bypass + replay"):
+        trainer = Trainer(shape, start, [Job(arm=ARMS[name], seed=0, lr=1e-3)], device=torch.device("cpu"))
+        engine = Engine(shape, "kernels", trainer.flat, groups=GROUPS, copies=SIZE)
+        rollout = engine.generate([bench.tasks.train[:GROUPS]])
+        assert rollout.routed is not None
+        rollout.routed = (rollout.routed + 1) % 4  # experts that the router did not choose
+        for groups in trainer.cuts:
+            rows = slice(groups.start * SIZE, groups.stop * SIZE)
+            sampled = rollout.sampled_SBA[:, rows]
+            given = (shape, trainer.weights, rollout.prompts_SGP[:, groups], rollout.lengths_SG[:, groups], sampled)
+            own, engines = (
+                score(*given, trainer.rope, routed).gather(3, sampled[..., None])[..., 0]
+                for routed in (None, rollout.routed[:, :, groups])
+            )
+            assert (own - engines).abs().max() > 0.1
+            scored, _ = trainer.score(rollout, groups)
+            assert torch.equal(scored, engines if name.endswith("replay") else own)
 
 
 def test_rewards() -> None:
@@ -280,6 +369,18 @@ def test_every_run_on_file_is_in_the_tables() -> None:
     text = (DOCS / "lab.md").read_text()
     page = text[text.index(MARKS[0]) : text.index(MARKS[1])]
     assert "\n".join(table_of_arms(found)) in page and "\n".join(table_of_contrasts(found)) in page
+
+
+def test_a_mixture_has_its_own_reward_before_training(tmp_path: Path) -> None:
+    (run,) = make_bench().run([Job(arm=ARMS["exact: exact"], seed=0, lr=1e-3)], steps=2, evaluate_every=1)
+    run = compact(run)
+    held = {
+        arm: [[0, start], *run["held_out"][1:]] for arm, start in (("exact: exact", 0.25), ("mixture: exact", 0.75))
+    }
+    lines = table_of_arms({arm: {0: {**run, "arm": arm, "held_out": found}} for arm, found in held.items()})
+    assert "before training: 0.25, 0.75 of the mixture." in lines[-1]
+    draw_curves(tmp_path / "drawn.png", {str(n): {"a": [run, run]} for n in range(3)})  # no fourth panel
+    assert (tmp_path / "drawn.png").stat().st_size > 1000
 
 
 def test_tables_go_between_their_marks() -> None:
