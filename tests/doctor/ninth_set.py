@@ -102,7 +102,7 @@ def groups_as_float8(values: torch.Tensor, size: int = 128) -> torch.Tensor:
 # --- weights that do not arrive ---
 
 
-@case(FAULTS)
+@case(FAULTS, "stale_weights")
 def update_never_applied(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """The update fails on the engine, the trainer only logs it and raises the version; all weights are those before it
     (trl#5932)."""
@@ -110,7 +110,7 @@ def update_never_applied(model: Any, dtype: str, rng: random.Random) -> Seeded:
     return Seeded(Plain(copy.deepcopy(old), dtype), previous=old)
 
 
-@case(FAULTS)
+@case(FAULTS, "stale_weights")
 def bucket_of_the_update_lost(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """The update is sent in buckets, and each bucket's end restores the layers that it does not hold: the weights of a
     run of parameters are those before the update (SkyRL#1737)."""
@@ -123,7 +123,7 @@ def bucket_of_the_update_lost(model: Any, dtype: str, rng: random.Random) -> See
     return Seeded(Plain(model, dtype), previous=old)
 
 
-@case(FAULTS)
+@case(FAULTS, "weights_missing", "layer_skipped")
 def fused_projection_keeps_dummy_weights(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Halves of a fused attention projection come in two chunks, and the loader forgets the first: one layer keeps the
     small random numbers that it was initialised with (sglang#38298, vllm#58142)."""
@@ -134,7 +134,7 @@ def fused_projection_keeps_dummy_weights(model: Any, dtype: str, rng: random.Ran
     return Seeded(Plain(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "stale_weights")
 def tied_head_is_a_stale_clone(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """The receiver cloned the tied embedding into a head, later updates name the embedding only: the head is that
     before the update (prime-rl#2823)."""
@@ -144,7 +144,7 @@ def tied_head_is_a_stale_clone(model: Any, dtype: str, rng: random.Random) -> Se
     return Seeded(Plain(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "projection_order")
 def gate_and_up_joined_rank_by_rank(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Each trainer rank holds its part of gate and of up in one matrix; the export joins ranks in order and halves the
     result, so that gate and up hold rows of each other (Megatron-Bridge#2013, slime#1840)."""
@@ -160,7 +160,7 @@ def gate_and_up_joined_rank_by_rank(model: Any, dtype: str, rng: random.Random) 
 # --- sampling, and what is reported ---
 
 
-@case(FAULTS)
+@case(FAULTS, "sampled_filters")
 def filters_of_generation_config(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Top-k and top-p that a request leaves off are taken from generation_config.json; what is reported is without them
     (NeMo-RL#3497, slime#2197)."""
@@ -177,7 +177,7 @@ def filters_of_generation_config(model: Any, dtype: str, rng: random.Random) -> 
     return Seeded(Engine(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "sampled_filters")
 def top_p_of_the_server_renormalised(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """A top-p of the server's configuration cuts the distribution, and processed log-probabilities are normalised over
     what is left (trl#6789, ms-swift#8442, verl#6240)."""
@@ -191,7 +191,7 @@ def top_p_of_the_server_renormalised(model: Any, dtype: str, rng: random.Random)
     return Seeded(Engine(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "sampled_penalty")
 def repetition_penalty_of_generation_config(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """The repetition penalty of generation_config.json is applied to all tokens of prompt and answer though no request
     asks for it; log-probabilities are after it (NeMo-RL#3497, prime-rl#886)."""
@@ -207,7 +207,7 @@ def repetition_penalty_of_generation_config(model: Any, dtype: str, rng: random.
     return Seeded(Engine(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "raw_logprobs", "sampled_temperature", "filters_ignored")
 def raw_log_probabilities(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Log-probabilities are reported before temperature and filters, the engine's default (trl#4159, vime#64)."""
 
@@ -218,7 +218,7 @@ def raw_log_probabilities(model: Any, dtype: str, rng: random.Random) -> Seeded:
     return Seeded(Engine(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "temperature_ignored")
 def temperature_of_one_is_taken_for_unset(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """A temperature of 1.0 equals the library's default, is taken for not given, and generation_config.json's is used
     (trl#5783, transformers#42762)."""
@@ -235,7 +235,7 @@ def temperature_of_one_is_taken_for_unset(model: Any, dtype: str, rng: random.Ra
 # --- precision ---
 
 
-@case(FAULTS)
+@case(FAULTS, "fp8_weights")
 def float8_weights_and_inputs(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """All linear layers but the head compute with 8-bit weights (blocks of 128 by 128) and 8-bit inputs (groups of
     128), the trainer in its own type (verl#4415, verl#7519)."""
@@ -251,7 +251,7 @@ class Float8Cache(DynamicCache):
         return super().update(as_float8(key_states), as_float8(value_states), layer_idx, *args, **kwargs)
 
 
-@case(FAULTS)
+@case(FAULTS, "fp8_kv_cache", "dtype_kv_cache")
 def float8_cache_without_scales(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Keys and values are kept in 8 bits with all scales at 1.0 (NeMo-RL#3008, sglang#6518)."""
 
@@ -263,7 +263,7 @@ def float8_cache_without_scales(model: Any, dtype: str, rng: random.Random) -> S
     return Seeded(Engine(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "head_dtype", "wire_precision")
 def log_softmax_in_bfloat16(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Logits, their division by temperature and the log-softmax are in bfloat16 (sglang#26955, slime#892,
     genlm-backend#66)."""
@@ -277,7 +277,7 @@ def log_softmax_in_bfloat16(model: Any, dtype: str, rng: random.Random) -> Seede
     return Seeded(Engine(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "rope")
 def rotary_angles_in_bfloat16(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """A cast of the whole model takes rotary frequencies with it; positions times frequencies are computed in bfloat16
     (transformers#25681, Automodel#2549, modalities#462)."""
@@ -296,14 +296,14 @@ def rotary_angles_in_bfloat16(model: Any, dtype: str, rng: random.Random) -> See
 # --- adapters ---
 
 
-@case(FAULTS)
+@case(FAULTS, "adapter_missing")
 def adapter_never_arrives(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Each sync sends the frozen base weights again and never the adapter (verl#7495)."""
     folder, _ = an_adapter(model, rng, False)
     return adapter_folder(Seeded(Plain(model, dtype)), folder)
 
 
-@case(FAULTS)
+@case(FAULTS, "adapter_missing")
 def adapter_modules_of_other_names_dropped(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Modules of the adapter whose names the engine does not match are left out without a word: those of the attention,
     or those of the feed-forward part (vllm#34186)."""
@@ -313,7 +313,7 @@ def adapter_modules_of_other_names_dropped(model: Any, dtype: str, rng: random.R
     return adapter_folder(Seeded(Plain(model, dtype)), folder)
 
 
-@case(FAULTS)
+@case(FAULTS, "adapter_missing")
 def adapter_applied_to_merged_weights(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """The base weights that are sent have the adapter merged already, and the engine applies it once more
     (miles#1087)."""
@@ -324,7 +324,7 @@ def adapter_applied_to_merged_weights(model: Any, dtype: str, rng: random.Random
 # --- caches and batching ---
 
 
-@case(FAULTS)
+@case(FAULTS, "prefix_cache")
 def prefix_cache_survives_the_update(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Blocks of a shared beginning were cached before the update and are used after it (NeMo-RL#4018,
     lmdeploy#4917)."""
@@ -342,7 +342,7 @@ def prefix_cache_survives_the_update(model: Any, dtype: str, rng: random.Random)
     return Seeded(engine, previous=old)
 
 
-@case(FAULTS)
+@case(FAULTS, "attention_mask", "prompt_changed")
 def left_padding_is_attended(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Prompts are padded on the left to a common length and the attention mask is not passed on (trl#2708,
     OpenRLHF#217)."""
@@ -356,7 +356,7 @@ def left_padding_is_attended(model: Any, dtype: str, rng: random.Random) -> Seed
     return Seeded(Engine(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "attention_mask", "unstable")
 def freed_block_is_overwritten(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Under pressure a cache block of a running request is freed and written by another one: some requests read keys
     and values of other tokens in one block of their prompt (vllm#37076, vllm#39146)."""
@@ -380,7 +380,7 @@ def freed_block_is_overwritten(model: Any, dtype: str, rng: random.Random) -> Se
     return Seeded(Engine(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "other_reports", "bad_logprobs")
 def accepted_drafts_are_reported_as_certain(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """With speculation by looking up n-grams, a token that equals its draft is reported with log-probability 0
     (vllm#17876, llama.cpp#27972)."""
@@ -403,7 +403,7 @@ def accepted_drafts_are_reported_as_certain(model: Any, dtype: str, rng: random.
 # --- positions, windows and tokens ---
 
 
-@case(FAULTS)
+@case(FAULTS, "rope")
 def yarn_in_the_engine_only(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """A YaRN scaling for long contexts is set for the engine and does not reach the trainer's model (SkyRL#976,
     SkyRL#561)."""
@@ -418,7 +418,7 @@ def yarn_in_the_engine_only(model: Any, dtype: str, rng: random.Random) -> Seede
     return Seeded(Plain(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "sliding_window")
 def window_though_switched_off(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Attention is limited to a sliding window though the configuration's use_sliding_window is false
     (lmdeploy#3614)."""
@@ -439,7 +439,7 @@ def window_though_switched_off(model: Any, dtype: str, rng: random.Random) -> Se
     return Seeded(Engine(model, dtype))
 
 
-@case(FAULTS)
+@case(FAULTS, "bos_added", "prompt_changed")
 def first_token_doubled(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """The template writes the token that begins a text and the engine's tokenizer adds it once more (trl#3853,
     vllm#27486)."""
@@ -765,7 +765,7 @@ def mixtures_of(model: Any) -> list[Any]:
     return [layer.mlp for layer in layers_of(model) if hasattr(layer.mlp, "experts")]
 
 
-@case(MIXTURE)
+@case(MIXTURE, "expert_weights")
 def weights_of_experts_normalised_or_not(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """The engine does not read norm_topk_prob: it normalises the chosen experts' weights where the model does not, or
     the other way round (torchtitan#1448, flashinfer#2889)."""
@@ -774,7 +774,7 @@ def weights_of_experts_normalised_or_not(model: Any, dtype: str, rng: random.Ran
     return Seeded(Plain(model, dtype))
 
 
-@case(MIXTURE)
+@case(MIXTURE, "expert_order")
 def experts_of_one_rank_sent_twice(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Experts of another rank's group are filled with those of the first: global and local numbers are mixed up
     (vime#388)."""
@@ -785,7 +785,7 @@ def experts_of_one_rank_sent_twice(model: Any, dtype: str, rng: random.Random) -
     return Seeded(Plain(model, dtype))
 
 
-@case(MIXTURE)
+@case(MIXTURE, "projection_order")
 def gate_and_up_of_experts_swapped(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """The second load writes expert weights into the kernel's layout as if it were the checkpoint's: gate and up are
     exchanged (vllm#42821, sglang#25692)."""
@@ -795,7 +795,7 @@ def gate_and_up_of_experts_swapped(model: Any, dtype: str, rng: random.Random) -
     return Seeded(Plain(model, dtype))
 
 
-@case(MIXTURE)
+@case(MIXTURE, "stale_weights")
 def experts_left_out_of_the_update(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """The update reaches all weights but the fused experts' (SkyRL#1680)."""
     old = before_the_update(model, rng)
@@ -804,7 +804,7 @@ def experts_left_out_of_the_update(model: Any, dtype: str, rng: random.Random) -
     return Seeded(Plain(model, dtype), previous=old)
 
 
-@case(MIXTURE)
+@case(MIXTURE, "fp8_weights")
 def experts_in_float8(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """The experts' weights are kept in 8 bits with a scale for each block (verl#4415, SkyRL#1898)."""
     for mixture in mixtures_of(model):
@@ -813,7 +813,7 @@ def experts_in_float8(model: Any, dtype: str, rng: random.Random) -> Seeded:
     return Seeded(Plain(model, dtype))
 
 
-@case(MIXTURE)
+@case(MIXTURE, "router_dtype")
 def router_in_low_precision(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Router scores are rounded to bfloat16 on the way to the choice of experts: logits, softmax and weights
     (prime-rl#2952, AstrAI#57, Automodel#3650)."""
