@@ -22,7 +22,17 @@ from typing import Any
 
 import torch
 
-from tests.doctor import eighth_set, fifth_set, fourth_set, reported, second_set, seventh_set, sixth_set, third_set
+from tests.doctor import (
+    eighth_set,
+    fifth_set,
+    fourth_set,
+    ninth_set,
+    reported,
+    second_set,
+    seventh_set,
+    sixth_set,
+    third_set,
+)
 from tests.doctor.engines import CALCULATOR
 from tokentrue.app.libraries import quiet_libraries
 from tokentrue.doctor import Reference, examine
@@ -39,6 +49,8 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sixth": (sixth_set.FAULTS, sixth_set.HEALTHY),
     "seventh": (seventh_set.FAULTS, seventh_set.HEALTHY),
     "eighth": (eighth_set.FAULTS, eighth_set.HEALTHY),
+    "ninth": (ninth_set.FAULTS, ninth_set.HEALTHY),
+    "ninth mixture": (ninth_set.MIXTURE, ninth_set.MIXTURE_HEALTHY),
 }
 # Causes that got a name after the set with the fault was written.
 NAMED_SINCE = {
@@ -112,7 +124,8 @@ def play(given: argparse.Namespace) -> None:
         is_mixture = given.model == "mixture"
         model = reported.mixture(Path(folder), CALCULATOR) if is_mixture else Path(given.model)
         plain = load_model(model)
-        faults, healthy = SETS["mixture" if is_mixture else given.set]
+        own = f"{given.set} mixture"
+        faults, healthy = SETS[own if own in SETS else "mixture"] if is_mixture else SETS[given.set]
         cases = [
             (name, kind, make)
             for kind, made in (("fault", faults), ("healthy", healthy))
