@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,13 +38,15 @@ def command(
     the target did not start."""
     require_file("-o", out)
     from tokentrue.app.libraries import quiet_libraries
-    from tokentrue.conformance.run import DIALECTS, ConformanceSettings, parse_case, run, with_levels
+    from tokentrue.conformance.run import DIALECTS, ConformanceSettings, parse_case, parse_levels, run
     from tokentrue.conformance.target import load_target
 
     chosen = DIALECTS if dialects is None else tuple(dialects.split(","))
     if unknown := set(chosen) - set(DIALECTS):
         raise ConfigError(f"--dialects: no dialect {', '.join(sorted(unknown))}; choose of {', '.join(DIALECTS)}")
-    settings = with_levels(ConformanceSettings(dialects=chosen, turns=turns, seed=seed, case=case), levels)
+    settings = ConformanceSettings(dialects=chosen, turns=turns, seed=seed, case=case)
+    if levels is not None:
+        settings = replace(settings, levels=parse_levels(levels))
     for one in case.split(",") if case is not None else ():
         parse_case(one)
     loaded = load_target(target, python)
@@ -81,8 +84,8 @@ def report_from(found: ConformanceReport, target: str) -> Report:
             counted = [pluralise(one["cases"], "case"), *map(": ".join, one["not_promised"].items())]
             levels.append((f"{one['level']} {one['name']}", one["verdict"], one["why"] or "; ".join(counted)))
     habits = [
-        (one.habit, one.dialect, f"{one.coverage:.1%}", one.rows, f"{one.tokens:,}", one.fewest_rows or "")
-        for one in found.habits
+        (habit, dialect, f"{coverage:.1%}", rows, f"{tokens:,}", enough or "")
+        for habit, dialect, coverage, rows, tokens, enough in (one.values() for one in found.habits)
     ]
     tables = [
         (f"{found.target} {found.version}", ("level", "verdict", ""), levels),

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import inspect
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
+
+import httpx
 
 from tokentrue.conformance.oracle import Row
 from tokentrue.errors import ConfigError
@@ -86,16 +85,15 @@ class Target:
 
     # What adapters call.
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
-        return self._call(path, None, headers)
+        return self._call("GET", path, None, headers)
 
     def post(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
-        return self._call(path, json.dumps({} if body is None else body).encode(), headers)
+        return self._call("POST", path, {} if body is None else body, headers)
 
-    def _call(self, path: str, data: bytes | None, headers: Mapping[str, str] | None) -> Any:
-        named = {"content-type": "application/json", **(headers or {})}
-        request = urllib.request.Request(self.url + path, data, named)  # POST where there is data
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.loads(answer.read() or b"null")
+    def _call(self, method: str, path: str, body: Any, headers: Mapping[str, str] | None) -> Any:
+        answer = httpx.request(method, self.url + path, json=body, headers=headers, timeout=60, follow_redirects=True)
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
 
 
 class TargetProcess:
@@ -127,10 +125,8 @@ class TargetProcess:
 
     def _answers(self) -> bool:
         try:
-            urllib.request.urlopen(self.target.url + self.target.ready, timeout=5).close()
-        except urllib.error.HTTPError:
-            return True
-        except OSError:
+            httpx.get(self.target.url + self.target.ready, timeout=5)
+        except httpx.TransportError:
             return False
         return True
 
