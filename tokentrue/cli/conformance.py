@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from tokentrue.cli.common import AsJson, ReportPage, pluralise, print_json, print_report, require_file, show_status
+from tokentrue.cli.common import AsJson, ReportPage, output_report, pluralise, require_file, show_status
 from tokentrue.errors import ConfigError
 from tokentrue.hub import SMALL_MODEL
 
@@ -55,20 +55,12 @@ def command(
     quiet_libraries()
     with show_status(f"starting {loaded.name}", quiet=as_json or not sys.stderr.isatty()) as update:
         found = asyncio.run(run(loaded, settings, model=SMALL_MODEL, on_case=update))
-    report = report_from(found, target)
-    if out is not None:
-        from tokentrue.viewer import write_report
-
-        write_report(out, report)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        for one in found.to_json()["findings"]:
-            lines = one["conversation"] if one["severity"] == "fatal" else ()
-            replay = f"  replay: tokentrue conformance {target} {one['replay']}"
-            print(f"{one['severity']} {one['rule']} in {one['case']}: {one['detail']}", replay, sep="\n")
-            print(*(f"    {line}\n" for line in lines), sep="", end="")
-        print_report(report, out, tables=2 if found.habits else 1)
+    for one in found.findings if not as_json else ():
+        print(f"{one.severity} {one.rule} in {one.case}: {one.detail}")
+        print(f"  replay: tokentrue conformance {target} {one.replay}")
+        print(*(f"    {line}\n" for line in one.conversation if one.severity == "fatal"), sep="", end="")
+    tables = 2 if found.habits else 1
+    output_report(report_from(found, target), out, found.to_json(), as_json=as_json, tables=tables)
     return found.exit_code
 
 
@@ -76,8 +68,8 @@ def report_from(found: ConformanceReport, target: str) -> Report:
     from tokentrue.viewer import Report, ReportTable
 
     shown, again = found.to_json(), f"tokentrue conformance {target}"
-    findings = [(one["rule"], one["severity"], one["detail"], f"{again} {one['replay']}") for one in shown["findings"]]
-    talks = [(one["case"], "\n".join(one["conversation"])) for one in shown["findings"] if one["conversation"]]
+    findings = [(one.rule, one.severity, one.detail, f"{again} {one.replay}") for one in found.findings]
+    talks = [(one.case, "\n".join(one.conversation)) for one in found.findings if one.conversation]
     levels: list[tuple[str, ...]] = []
     for one in shown["levels"]:
         if one["verdict"] != "not run":
