@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from experiments.arms import Arm, Scale, loss_of, provider_for, rollout_config, trainer_for
+from experiments.gradients import flat_gradient
 from experiments.local_sessions import LocalSessions
 from experiments.sources import SourceSink
 from experiments.study import format_mean_range, save
@@ -86,7 +87,7 @@ async def _run(made: Sequence[Arm], scale: Scale, seed: int) -> list[dict[str, A
         reference = torch.zeros(1)
         behind = min(REFERENCE, scale.steps)  # a quick run has two steps, and two batches behind its reference
         for number in range(1, behind + 1):
-            reference = reference.to(scale.device) + trainer.gradient(await rounds.play(number))[0] / behind
+            reference = reference.to(scale.device) + flat_gradient(trainer, await rounds.play(number))[0] / behind
         for source in dict.fromkeys(arm.source for arm in made):
             await Publisher(SourceSink(provider, source))(trainer)
             sampled = await rounds.play(0)  # the same tasks and seeds whatever the source: only the mismatch differs
@@ -109,7 +110,7 @@ async def _run(made: Sequence[Arm], scale: Scale, seed: int) -> list[dict[str, A
 def compare_gradient(trainer: Trainer, arm: Arm, sampled: Any, reference: torch.Tensor) -> dict[str, float]:
     """The arm's gradient of the batch against the reference."""
     trainer.loss = loss_of(arm)
-    found, metrics = trainer.gradient(sampled)
+    found, metrics = flat_gradient(trainer, sampled)
     return {
         "cosine": float(torch.nn.functional.cosine_similarity(reference, found, dim=0)),
         "norm": float(found.norm() / reference.norm()),

@@ -1,35 +1,4 @@
-"""One exception tree, grouped by the boundary that was crossed. Every message names what is wrong and what to do.
-
-TokenTrueError
-├── InputError              the caller's input; HTTP 400
-│   ├── MessageError        a message or tool is malformed (field named)
-│   ├── SamplingError       a sampling value is out of range or cannot be honoured
-│   ├── ConfigError         a configuration key or value
-│   │   └── ConfigErrors    several of a command's options
-│   └── FileFormatError     a samples file, a script, a checkpoint
-├── RenderError             messages -> tokens; HTTP 422
-│   ├── TemplateError       no template, or it raises
-│   ├── TemplateLimitError  loading or rendering a template takes too much time or memory
-│   └── TokenizerError      no tokenizer, no stop token
-├── SessionError            the record
-│   ├── SessionNotFound     HTTP 404
-│   ├── SessionElsewhere    another gateway owns the session; HTTP 503, or forwarded to it
-│   ├── SessionConflict     compare-and-swap lost, id taken, session ended; HTTP 409
-│   │   └── KeyConflict     a request key that names another request
-│   ├── LimitExceeded       a size or an age: HTTP 413; too much in flight: 429
-│   └── JournalError        the durable store; HTTP 503
-├── EngineError             provider -> engine; HTTP 502
-│   ├── EngineUnreachable
-│   ├── EngineTimeout       HTTP 504
-│   ├── EngineRejected      the engine refused the request
-│   └── EngineContractError its answer lacks or contradicts what we need
-├── GatewayError            client -> gateway: it refused a call
-│   └── GatewayUnreachable
-├── AgentError              a command-line agent or its score command could not be run
-├── TokenContractError      recorded ids, log-probabilities or spans do not fit together: always a bug, never repaired
-├── AuditError              a certificate, mask or log-probability of an exported sample does not hold
-├── TrainingError           a run that cannot continue: nothing to learn from, numbers that are not finite, stale weights
-└── ExactnessError          two numbers that must be equal in bits are not, or an operator has no exact form"""
+"""One exception tree, grouped by the boundary that was crossed. Every message names what is wrong and what to do."""
 
 from __future__ import annotations
 

@@ -61,10 +61,6 @@ class RoutedExperts:
             shape=(count, layers, top_k), data=self.data[2 * at : 2 * stop], start=first, weights=weights
         )
 
-    def known(self) -> list[bool]:
-        step = 2 * self.shape[1] * self.shape[2]
-        return [self.data[at : at + 2] != _FREE_BYTES for at in range(0, len(self.data), step)] if step else []
-
 
 def join_routing(parts: Sequence[RoutedExperts]) -> RoutedExperts:
     """One table; parts are in order of position, and gaps between them are FREE."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from inspect import isfunction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import tokentrue as tt
 from tests import parts
 from tests.marks import examples
-from tokentrue.comparison.compare import LIMIT, align
+from tokentrue.comparison.compare import LIMIT, align, find_gaps
 
 START, END, THINK, CALL = 100, 101, 102, 103  # <|im_start|> <|im_end|> <think> <tool_call>
 USER, ASSISTANT = 200, 201
@@ -101,11 +102,12 @@ def test_compare_is_a_function_whatever_was_imported_before() -> None:
 @given(st.lists(st.integers(0, 4), max_size=30), st.lists(st.integers(0, 4), max_size=30))
 def test_alignment_is_a_shortest_edit_script(left: list[int], right: list[int]) -> None:
     pairs = align(left, right)
-    assert [a for a, _ in pairs if a is not None] == list(range(len(left)))
-    assert [b for _, b in pairs if b is not None] == list(range(len(right)))
-    both = [(a, b) for a, b in pairs if a is not None and b is not None]
-    assert all(left[a] == right[b] for a, b in both)
-    assert len(both) == _longest_common(left, right)
+    assert all(a < c and b < d for (a, b), (c, d) in pairwise(pairs))
+    assert all(left[a] == right[b] for a, b in pairs)
+    assert len(pairs) == _longest_common(left, right)
+    gaps = list(find_gaps(left, right))
+    assert [n for a, b, _, _ in gaps for n in range(a, b)] == sorted(set(range(len(left))) - {a for a, _ in pairs})
+    assert [n for _, _, c, d in gaps for n in range(c, d)] == sorted(set(range(len(right))) - {b for _, b in pairs})
 
 
 def _longest_common(left: list[int], right: list[int]) -> int:
@@ -120,7 +122,7 @@ def _longest_common(left: list[int], right: list[int]) -> int:
 
 def test_too_many_differences_are_all_reported() -> None:
     left, right = list(range(LIMIT)), list(range(LIMIT, 2 * LIMIT + 2))
-    assert len(align(left, right)) == len(left) + len(right)
+    assert align(left, right) == [] and list(find_gaps(left, right)) == [(0, len(left), 0, len(right))]
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from tokentrue.environments import load_environment
-from tokentrue.environments.agents import CommandLineAgent
+from tokentrue.environments.agents import CommandLineAgent, presets
 from tokentrue.environments.agents.presets import PRESETS, load_preset
 from tokentrue.environments.agents.process import CommandResult, reward_from_command, run_command
 from tokentrue.environments.agents.sandbox import (
@@ -371,6 +372,14 @@ async def test_harbor_tasks_as_they_are(harbor: Path, tmp_path: Path, command: s
     assert any("Dockerfile" in note for note in agent.notes())
     with pytest.raises(ConfigError, match="use sandbox='bwrap'"):
         make_agent(tmp_path, "true {task}", tasks=str(harbor)).notes()
+
+
+def test_every_key_of_the_presets_is_a_field() -> None:
+    """A misspelt key would be left out in silence."""
+    tables = tomllib.loads(Path(presets.__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    assert tables.keys() == PRESETS.keys()
+    for name, table in tables.items():
+        assert table.keys() <= {each.name for each in fields(PRESETS[name])}, name
 
 
 def test_presets_say_how_to_start() -> None:

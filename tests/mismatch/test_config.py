@@ -4,9 +4,12 @@ string."""
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError
+import tomllib
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -28,6 +31,7 @@ from tokentrue.mismatch import (
     correct,
     diagnose,
     loss_named,
+    presets,
 )
 
 TOKEN = Weights(upper=2.0)
@@ -190,3 +194,20 @@ def test_every_preset_explains_itself(name: str) -> None:
 def test_numbers_must_be_finite(make: Any, bad: object) -> None:
     with pytest.raises(ConfigError):
         make(bad)
+
+
+def is_within(given: Any, made: Any) -> bool:
+    if isinstance(given, dict):
+        return all(name in made and is_within(value, made[name]) for name, value in given.items())
+    if isinstance(given, list):
+        return len(given) == len(made) and all(map(is_within, given, made))
+    return given == made
+
+
+def test_every_key_of_the_presets_is_a_field_and_no_value_is_another() -> None:
+    """A misspelt key would be left out in silence."""
+    tables = tomllib.loads(Path(presets.__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    assert tables.keys() == PRESETS.keys()
+    for name, table in tables.items():
+        assert is_within(table, msgspec.to_builtins(PRESETS[name])), name
+        assert replace(PRESETS[name]) == PRESETS[name], "it is as valid as one that is built by hand"

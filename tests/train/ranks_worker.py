@@ -18,7 +18,7 @@ from tests.train.rows import groups_for, small_model
 from tokentrue.errors import EngineError
 from tokentrue.mismatch import Penalty, loss_named
 from tokentrue.train import OptimConfig, Publisher, Ranks, TrainConfig, Trainer, join, leave, shard
-from tokentrue.train.loop import Run
+from tokentrue.train.loop import Evaluator, Run
 from tokentrue.train.rows import Groups
 
 TIMEOUT_S = 20.0
@@ -115,7 +115,7 @@ async def gather(ranks: Ranks, *, fails: bool) -> tuple[list[int], float, str]:
         rounds=UnevenRounds(ranks, fails=fails),
         publish=Publisher(),
         store=None,
-        evaluator=None,
+        evaluator=Evaluator(),
         on_step=None,
     )
     began = time.monotonic()

@@ -21,7 +21,7 @@ from tokentrue.mismatch import loss_named
 from tokentrue.train import MetricsWriter, OptimConfig, Publisher, SourceRounds, Store, TrainConfig, Trainer, train
 from tokentrue.train.checkpoint import find_checkpoints
 from tokentrue.train.config import plain_settings
-from tokentrue.train.loop import Run
+from tokentrue.train.loop import Evaluator, Run
 from tokentrue.train.rows import Groups
 
 
@@ -136,7 +136,9 @@ def test_a_file_of_samples_with_other_content_is_refused(tmp_path: Path) -> None
         return store_for(settings, {})[0]
 
     store = open_store("reward 0, reward 1")
-    Run(trainer=trainer, rounds=Engine(trainer), publish=Publisher(), store=store, evaluator=None, on_step=None).keep()
+    Run(
+        trainer=trainer, rounds=Engine(trainer), publish=Publisher(), store=store, evaluator=Evaluator(), on_step=None
+    ).keep()
     open_store("reward 0, reward 1")
     with pytest.raises(
         FileFormatError, match=r"step-000000: another file of samples made it \(SHA-256 \w{12}…, now \w{12}…\)"
@@ -151,7 +153,9 @@ def test_a_run_with_other_settings_says_which(tmp_path: Path) -> None:
     settings = TrainRun(out=tmp_path)
     trainer = Trainer(small_model(), config=TrainConfig(), optim=OptimConfig(), loss=loss_named("dapo"))
     store, _ = store_for(settings, plain_settings(train=TrainConfig(), dtype="float32", loss=loss_named("dapo")))
-    Run(trainer=trainer, rounds=Engine(trainer), publish=Publisher(), store=store, evaluator=None, on_step=None).keep()
+    Run(
+        trainer=trainer, rounds=Engine(trainer), publish=Publisher(), store=store, evaluator=Evaluator(), on_step=None
+    ).keep()
     other = plain_settings(train=TrainConfig(lag=1), dtype="bfloat16", loss=loss_named("dapo", clip_high=0.2))
     said = "train.lag: 0, now 1; dtype: 'float32', now 'bfloat16'; loss.clip_high: 0.28, now 0.2"
     with pytest.raises(FileFormatError, match=re.escape(f"step-000000: another configuration made it ({said})")):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tokentrue as tt
+from experiments.gradients import flat_gradient
 from tests.engine.world import VOCABULARY, build, engine_of
 from tests.marks import slow_except
 from tests.train.rows import sample_of, small_model
@@ -266,11 +267,11 @@ async def test_score_centering_trains_by_the_papers_gradient(
     samples = await rollouts(model, count=4, top_logprobs=6, **filters)
     assert audit(samples).findings == []
     moved = move(model)
-    flat, metrics = centring_trainer(moved, preset, is_exact=is_exact).gradient([samples])
+    flat, metrics = flat_gradient(centring_trainer(moved, preset, is_exact=is_exact), [samples])
     wanted = centred_gradient(copy.deepcopy(moved), model, samples, 6, cap)
     assert float((flat.double() - wanted).norm() / wanted.norm()) < 1e-3
     assert metrics["centering/head_mass"] == pytest.approx(1.0, abs=1e-5 if filters else 0.2)
-    plain, _ = centring_trainer(moved, "bypass_pg_is", is_exact=is_exact).gradient([samples])
+    plain, _ = flat_gradient(centring_trainer(moved, "bypass_pg_is", is_exact=is_exact), [samples])
     assert float((flat - plain).norm() / plain.norm()) > 0.01, "the test would not notice a missing term"
 
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.gradients import flat_gradient
 from tests.marks import examples
 from tests.train.rows import groups_for, small_model
 from tokentrue.errors import InputError
@@ -91,8 +92,8 @@ def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
 def test_a_session_cut_into_rows_gives_the_same_gradient(
     base: torch.nn.Module, groups: list[list[Sample]], name: str, pieces: list[int]
 ) -> None:
-    whole, told = trainer(base, LOSSES[name]).gradient(groups)
-    many, also = trainer(base, LOSSES[name]).gradient(cut_some(groups, pieces, seed=len(name)))
+    whole, told = flat_gradient(trainer(base, LOSSES[name]), groups)
+    many, also = flat_gradient(trainer(base, LOSSES[name]), cut_some(groups, pieces, seed=len(name)))
     assert float(whole.abs().max()) > 0
     assert float((many - whole).abs().max()) <= 1e-4 * float(whole.abs().max())
     assert also["loss"] == pytest.approx(told["loss"], rel=1e-5, abs=1e-7)

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from experiments.gradients import flat_gradient
 from tests.engine.world import VOCABULARY, build
 from tests.marks import examples, slow_except
 from tests.train.rows import sample_of, small_model
@@ -319,7 +320,7 @@ def test_a_step_has_the_loss_of_separate_rows_and_computes_fewer_tokens(base: to
     with exact(base):
         groups = forked_groups(base)
     joined, apart, cut = (
-        trainer_of(base, tree=tree_, micro_tokens=budget).gradient(groups)
+        flat_gradient(trainer_of(base, tree=tree_, micro_tokens=budget), groups)
         for tree_, budget in ((True, 100_000), (False, 100_000), (False, 500))
     )
     assert joined[1]["loss"] == apart[1]["loss"] != 0.0

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.gradients import flat_gradient
 from tests.marks import slow_but_every
 from tests.train.rows import groups_for, sample_of, small_model
 from tokentrue.mismatch import (
@@ -170,7 +171,7 @@ def trained(
                 ranks=ranks,
                 scorer=scorer,
             )
-            flat, metrics = trainer.gradient(groups)
+            flat, metrics = flat_gradient(trainer, groups)
             found[rank] = flat, metrics["loss"]
         except BaseException as error:
             found[rank] = error

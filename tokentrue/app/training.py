@@ -228,15 +228,16 @@ class SampleFile:
 @asynccontextmanager
 async def source_for(
     settings: TrainRun, ranks: Ranks, file: SampleFile | None
-) -> AsyncGenerator[tuple[Rounds, Publisher, Evaluator | None]]:
+) -> AsyncGenerator[tuple[Rounds, Publisher, Evaluator]]:
     """With embedded engines every rank has a gateway and an engine; otherwise rank 0 alone reads the file or calls
     servers."""
     from tokentrue.train import Publisher, SourceRounds
-    from tokentrue.train.loop import NoRounds
+    from tokentrue.train.loop import Evaluator, NoRounds
 
     is_remote = settings.engine.name in REMOTE
     if file is not None:
-        yield SourceRounds(file, settings.train.groups_per_step) if ranks.first else NoRounds(), Publisher(), None
+        rounds = SourceRounds(file, settings.train.groups_per_step) if ranks.first else NoRounds()
+        yield rounds, Publisher(), Evaluator()
     elif is_remote and not ranks.first:
         yield NoRounds(), publisher_for(settings, None), evaluator_for(settings, None, ranks, Share())
     else:
@@ -273,12 +274,10 @@ def publisher_for(settings: TrainRun, pool: Pool | None) -> Publisher:
     return Publisher(*([] if pool is None else [pool]), probe=probe)
 
 
-def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Ranks, share: Share) -> Evaluator | None:
+def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Ranks, share: Share) -> Evaluator:
     from tokentrue.train.loop import Evaluator
 
     wanted = settings.evaluation
-    if not wanted.every:
-        return None
     rollout = replace(settings.rollout, temperature=wanted.temperature)
 
     async def play() -> list[list[float]]:

@@ -34,7 +34,7 @@ def command(
         alike.setdefault(key, []).append(finding)
     for first, *others in list(alike.values())[:limit]:
         more = f" (and {pluralise(len(others), 'more sample')})" if others else ""
-        print(f"{first}{more}".encode(errors="backslashreplace").decode())  # a damaged name may hold what UTF-8 cannot
+        print(f"{first}{more}")
     if len(alike) > limit:
         print(f"… and {len(alike) - limit} more (--limit)")
     verdict = "OK: verified" if result.ok else f"FAIL: {pluralise(len(result.findings), 'finding')} in"

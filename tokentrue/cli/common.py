@@ -183,6 +183,17 @@ def print_verdict(text: str, *, ok: bool) -> None:
     console().print(text, style="green" if ok else "red", markup=False, highlight=False)
 
 
+def output_report(report: Report, out: Path | None, answer: JsonValue, *, as_json: bool, tables: int) -> None:
+    if out is not None:
+        from tokentrue.viewer import write_report
+
+        write_report(out, report)
+    if as_json:
+        print_json(answer)
+    else:
+        print_report(report, out, tables=tables)
+
+
 def print_report(report: Report, out: Path | None, *, tables: int) -> None:
     for table in report.tables[:tables]:
         print_table(table.title, table.columns, table.rows)

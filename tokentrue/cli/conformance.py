@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from tokentrue.cli.common import AsJson, ReportPage, pluralise, print_json, print_report, require_file, show_status
+from tokentrue.cli.common import AsJson, ReportPage, output_report, pluralise, require_file, show_status
 from tokentrue.errors import ConfigError
 from tokentrue.hub import SMALL_MODEL
 
@@ -37,13 +38,15 @@ def command(
     the target did not start."""
     require_file("-o", out)
     from tokentrue.app.libraries import quiet_libraries
-    from tokentrue.conformance.run import DIALECTS, ConformanceSettings, parse_case, run, with_levels
+    from tokentrue.conformance.run import DIALECTS, ConformanceSettings, parse_case, parse_levels, run
     from tokentrue.conformance.target import load_target
 
     chosen = DIALECTS if dialects is None else tuple(dialects.split(","))
     if unknown := set(chosen) - set(DIALECTS):
         raise ConfigError(f"--dialects: no dialect {', '.join(sorted(unknown))}; choose of {', '.join(DIALECTS)}")
-    settings = with_levels(ConformanceSettings(dialects=chosen, turns=turns, seed=seed, case=case), levels)
+    settings = ConformanceSettings(dialects=chosen, turns=turns, seed=seed, case=case)
+    if levels is not None:
+        settings = replace(settings, levels=parse_levels(levels))
     for one in case.split(",") if case is not None else ():
         parse_case(one)
     loaded = load_target(target, python)
@@ -52,20 +55,12 @@ def command(
     quiet_libraries()
     with show_status(f"starting {loaded.name}", quiet=as_json or not sys.stderr.isatty()) as update:
         found = asyncio.run(run(loaded, settings, model=SMALL_MODEL, on_case=update))
-    report = report_from(found, target)
-    if out is not None:
-        from tokentrue.viewer import write_report
-
-        write_report(out, report)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        for one in found.to_json()["findings"]:
-            lines = one["conversation"] if one["severity"] == "fatal" else ()
-            replay = f"  replay: tokentrue conformance {target} {one['replay']}"
-            print(f"{one['severity']} {one['rule']} in {one['case']}: {one['detail']}", replay, sep="\n")
-            print(*(f"    {line}\n" for line in lines), sep="", end="")
-        print_report(report, out, tables=2 if found.habits else 1)
+    for one in found.findings if not as_json else ():
+        print(f"{one.severity} {one.rule} in {one.case}: {one.detail}")
+        print(f"  replay: tokentrue conformance {target} {one.replay}")
+        print(*(f"    {line}\n" for line in one.conversation if one.severity == "fatal"), sep="", end="")
+    tables = 2 if found.habits else 1
+    output_report(report_from(found, target), out, found.to_json(), as_json=as_json, tables=tables)
     return found.exit_code
 
 
@@ -73,16 +68,16 @@ def report_from(found: ConformanceReport, target: str) -> Report:
     from tokentrue.viewer import Report, ReportTable
 
     shown, again = found.to_json(), f"tokentrue conformance {target}"
-    findings = [(one["rule"], one["severity"], one["detail"], f"{again} {one['replay']}") for one in shown["findings"]]
-    talks = [(one["case"], "\n".join(one["conversation"])) for one in shown["findings"] if one["conversation"]]
+    findings = [(one.rule, one.severity, one.detail, f"{again} {one.replay}") for one in found.findings]
+    talks = [(one.case, "\n".join(one.conversation)) for one in found.findings if one.conversation]
     levels: list[tuple[str, ...]] = []
     for one in shown["levels"]:
         if one["verdict"] != "not run":
             counted = [pluralise(one["cases"], "case"), *map(": ".join, one["not_promised"].items())]
             levels.append((f"{one['level']} {one['name']}", one["verdict"], one["why"] or "; ".join(counted)))
     habits = [
-        (one.habit, one.dialect, f"{one.coverage:.1%}", one.rows, f"{one.tokens:,}", one.fewest_rows or "")
-        for one in found.habits
+        (habit, dialect, f"{coverage:.1%}", rows, f"{tokens:,}", enough or "")
+        for habit, dialect, coverage, rows, tokens, enough in (one.values() for one in found.habits)
     ]
     tables = [
         (f"{found.target} {found.version}", ("level", "verdict", ""), levels),

@@ -15,8 +15,7 @@ from tokentrue.cli.common import (
     ReportPage,
     check_model_of,
     name_option,
-    print_json,
-    print_report,
+    output_report,
     require_file,
     show_status,
 )
@@ -106,15 +105,7 @@ def command(
 
     with show_status("loading", quiet=as_json or not sys.stderr.isatty()) as update:
         found = asyncio.run(probe())
-    report = report_from(found)
-    if out is not None:
-        from tokentrue.viewer import write_report
-
-        write_report(out, report)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        print_report(report, out, tables=1)
+    output_report(report_from(found), out, found.to_json(), as_json=as_json, tables=1)
     return found.exit_code
 
 

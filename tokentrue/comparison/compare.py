@@ -156,9 +156,8 @@ def find_gaps(left: Sequence[Hashable], right: Sequence[Hashable]) -> Iterator[t
     """The ranges `left[a:b]` and `right[c:d]` before each equal pair, and after the last; either may be empty."""
     a = c = 0
     for b, d in [*align(left, right), (len(left), len(right))]:
-        if b is not None and d is not None:
-            yield a, b, c, d
-            a, c = b + 1, d + 1
+        yield a, b, c, d
+        a, c = b + 1, d + 1
 
 
 def _grade(mine: _Segment | None, theirs: _Segment | None, expected: str, actual: str) -> tuple[Kind | None, str]:
@@ -182,15 +181,12 @@ def _span(segment: _Segment | None, ids: Ids, renderer: Reader, near: _Segment) 
     return ComparedSpan(start=segment.start, end=segment.end, text=renderer.decode(ids[segment.start : segment.end]))
 
 
-IndexPair = tuple[int | None, int | None]
-
 # Past so many differences everything between the first and the last counts as replaced.
 LIMIT = 500
 
 
-def align(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[IndexPair]:
-    """The shortest edit script (Myers' greedy algorithm) as index pairs: `(i, j)` equal, `(i, None)` only left,
-    `(None, j)` only right."""
+def align(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """The index pairs of the entries that the shortest edit script keeps (Myers' greedy algorithm)."""
     head = 0
     while head < min(len(left), len(right)) and left[head] == right[head]:
         head += 1
@@ -198,17 +194,27 @@ def align(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[IndexPair
     while tail < min(len(left), len(right)) - head and left[-1 - tail] == right[-1 - tail]:
         tail += 1
     ends = len(left) - tail, len(right) - tail
-    middle = _script(left[head : ends[0]], right[head : ends[1]])
-    pairs: list[IndexPair] = [(n, n) for n in range(head)]
-    pairs += [(None if a is None else a + head, None if b is None else b + head) for a, b in middle]
+    pairs = [(n, n) for n in range(head)]
+    pairs += [(a + head, b + head) for a, b in _align_middle(left[head : ends[0]], right[head : ends[1]])]
     return pairs + [(ends[0] + n, ends[1] + n) for n in range(tail)]
 
 
-def _script(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[IndexPair]:
+def _align_middle(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[tuple[int, int]]:
     trace = _search(left, right) if left and right else None
-    if trace is not None:
-        return _backtrack(trace, len(left), len(right))
-    return [*((n, None) for n in range(len(left))), *((None, n) for n in range(len(right)))]
+    if trace is None:
+        return []
+    pairs: list[tuple[int, int]] = []
+    x, y = len(left), len(right)
+    for edits in range(len(trace) - 1, -1, -1):
+        reach, diagonal = trace[edits], x - y
+        before = diagonal + 1 if _goes_down(reach, diagonal, edits) else diagonal - 1
+        start_x = reach.get(before, 0)
+        start_y = start_x - before
+        while x > start_x and y > start_y and x > 0 and y > 0:
+            x, y = x - 1, y - 1
+            pairs.append((x, y))
+        x, y = start_x, start_y
+    return pairs[::-1]
 
 
 def _search(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[dict[int, int]] | None:
@@ -218,10 +224,7 @@ def _search(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[dict[in
     for edits in range(min(len(left) + len(right), LIMIT) + 1):
         trace.append(dict(reach))
         for diagonal in range(-edits, edits + 1, 2):
-            down = diagonal == -edits or (
-                diagonal != edits and reach.get(diagonal - 1, -1) < reach.get(diagonal + 1, -1)
-            )
-            x = reach[diagonal + 1] if down else reach[diagonal - 1] + 1
+            x = reach[diagonal + 1] if _goes_down(reach, diagonal, edits) else reach[diagonal - 1] + 1
             y = x - diagonal
             while x < len(left) and y < len(right) and left[x] == right[y]:
                 x, y = x + 1, y + 1
@@ -231,18 +234,5 @@ def _search(left: Sequence[Hashable], right: Sequence[Hashable]) -> list[dict[in
     return None
 
 
-def _backtrack(trace: list[dict[int, int]], x: int, y: int) -> list[IndexPair]:
-    pairs: list[IndexPair] = []
-    for edits in range(len(trace) - 1, -1, -1):
-        reach, diagonal = trace[edits], x - y
-        down = diagonal == -edits or (diagonal != edits and reach.get(diagonal - 1, -1) < reach.get(diagonal + 1, -1))
-        before = diagonal + 1 if down else diagonal - 1
-        start_x = reach.get(before, 0)
-        start_y = start_x - before
-        while x > start_x and y > start_y and x > 0 and y > 0:
-            x, y = x - 1, y - 1
-            pairs.append((x, y))
-        if edits:
-            pairs.append((None, start_y) if down else (start_x, None))
-        x, y = start_x, start_y
-    return pairs[::-1]
+def _goes_down(reach: dict[int, int], diagonal: int, edits: int) -> bool:
+    return diagonal == -edits or (diagonal != edits and reach.get(diagonal - 1, -1) < reach.get(diagonal + 1, -1))

@@ -53,10 +53,9 @@ class Bench:
 
 @record
 class Score:
-    """Tokens of answers that the agent got, those trained, rows, and tokens to forward."""
+    """The share of the answers' tokens that is trained, rows, and tokens to forward."""
 
-    sampled: int
-    trained: int
+    coverage: float
     rows: int
     tokens: int
 
@@ -300,12 +299,9 @@ class Play:
         self._add(oracle.judge_images(rows))
         self._add(oracle.judge_versions(rows) if versions else ())
         self._add(oracle.judge_kept(rows) if kept else ())
-        self.score = Score(
-            sampled=sum(len(one.logprobs) for one in served),
-            trained=len(answered.trained(rows)),
-            rows=len(rows),
-            tokens=sum(len(row.ids) for row in rows),
-        )
+        if sampled := sum(len(one.logprobs) for one in served):
+            coverage, tokens = len(answered.trained(rows)) / sampled, sum(len(row.ids) for row in rows)
+            self.score = Score(coverage=coverage, rows=len(rows), tokens=tokens)
         return rows
 
 

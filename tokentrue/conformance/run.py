@@ -7,11 +7,11 @@ import random
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
@@ -24,6 +24,7 @@ from tokentrue.conformance.standin.generation import Writer
 from tokentrue.conformance.standin.vocabulary import Vocabulary, write_vision_model
 from tokentrue.conformance.target import Target, TargetProcess
 from tokentrue.errors import ConfigError
+from tokentrue.json_types import JsonObject
 from tokentrue.records import record
 
 SPECIFICATION = "1.1"
@@ -57,28 +58,18 @@ class Finding:
     before: str = ""
 
 
-@record
-class HabitScore:
-    habit: str
-    dialect: str
-    coverage: float
-    rows: int
-    tokens: int
-    fewest_rows: int | None
-
-
-@record
+@dataclass(kw_only=True)
 class ConformanceReport:
     target: str
     version: str
     engine: str
-    command: str
     settings: ConformanceSettings
-    findings: Sequence[Finding]
-    habits: Sequence[HabitScore]
-    ran: dict[int, int]
     not_promised: dict[str, str]
-    seconds: float
+    command: str = ""
+    findings: list[Finding] = field(default_factory=list[Finding])
+    habits: list[JsonObject] = field(default_factory=list[JsonObject])  # of level 3: habit, dialect and `Score`
+    ran: Counter[int] = field(default_factory=Counter[int])
+    seconds: float = 0.0
 
     def why_not(self, level: int) -> str:
         """The gateway promises none of the level, or none of its cases."""
@@ -91,7 +82,7 @@ class ConformanceReport:
             return "fail"
         if self.why_not(level):
             return "not applicable"
-        if not self.ran.get(level):
+        if not self.ran[level]:
             return "not run"
         return "warn" if "warning" in found else "pass"
 
@@ -105,13 +96,13 @@ class ConformanceReport:
         told = [f"{verdicts.count(name)} {name}" for name in ("pass", "warn", "fail", "not applicable", "not run")]
         return f"{self.target} {self.version}: levels " + ", ".join(one for one in told if not one.startswith("0 "))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         levels = [
             {
                 "level": level,
                 "name": name,
                 "verdict": self.verdict(level),
-                "cases": self.ran.get(level, 0),
+                "cases": self.ran[level],
                 "why": self.why_not(level),
                 "not_promised": {name: why for name, why in self.not_promised.items() if name.startswith(f"{level}.")},
             }
@@ -124,7 +115,7 @@ class ConformanceReport:
             "seconds": round(self.seconds, 1),
             "summary": self.summary,
             "levels": levels,
-            "habits": [asdict(score) for score in self.habits],
+            "habits": self.habits,
             "findings": [asdict(one) for one in self.findings],
         }
 
@@ -143,18 +134,8 @@ async def run(
     began = time.monotonic()
     runner = Runner(target, settings, model, process, on_case)
     await runner.run_all()
-    return ConformanceReport(
-        target=target.name,
-        version=version_of(target),
-        engine=target.engine,
-        command=runner.command,
-        settings=settings,
-        findings=runner.findings,
-        habits=runner.habits,
-        ran=runner.ran,
-        not_promised=dict(target.not_promised),
-        seconds=time.monotonic() - began,
-    )
+    runner.report.seconds = time.monotonic() - began
+    return runner.report
 
 
 def show_command(command: Sequence[str], names: Mapping[str, str]) -> str:
@@ -189,10 +170,13 @@ class Runner:
     ) -> None:
         self._target, self._settings, self._model, self._process = target, settings, model, process
         self._on_case = on_case
-        self.command = ""
-        self.findings: list[Finding] = []
-        self.habits: list[HabitScore] = []
-        self.ran: dict[int, int] = {}
+        self.report = ConformanceReport(
+            target=target.name,
+            version=version_of(target),
+            engine=target.engine,
+            settings=settings,
+            not_promised=dict(target.not_promised),
+        )
         self._shown: set[tuple[str, str]] = set()
         self._before = ""
 
@@ -208,7 +192,7 @@ class Runner:
             url = await engine.start()
             started = self._process(self._target, url, Path(folder), model)
             names = {self._target.python: "python", folder: "DIR", str(model): "MODEL", url: "ENGINE"}
-            self.command = self.command or show_command(started.command, names)
+            self.report.command = self.report.command or show_command(started.command, names)
             timeout, connector = aiohttp.ClientTimeout(total=60), aiohttp.TCPConnector(limit=0, force_close=True)
             try:
                 await started.start()
@@ -239,9 +223,10 @@ class Runner:
                 async with self._open_bench(images=images) as bench:
                     await self._run_cases(bench, images=images)
         if self._settings.case is None:
-            first = {one.rule: one for one in reversed(self.findings) if one.conversation and one.severity == "fatal"}
+            found = self.report.findings
+            first = {one.rule: one for one in reversed(found) if one.conversation and one.severity == "fatal"}
             for finding in first.values():
-                self.findings[self.findings.index(finding)] = await self._check_replay(finding)
+                found[found.index(finding)] = await self._check_replay(finding)
 
     async def _run_cases(self, bench: Bench, *, images: bool) -> None:
         probe = await self._play(bench, PROBE, run=False)
@@ -258,10 +243,10 @@ class Runner:
                 continue  # a dialect that does not answer at all has one finding, not thirty
             self._on_case(f"{level}.{name}.{dialect}")
             play = await self._play(bench, case)
-            self.ran[level] = self.ran.get(level, 0) + 1
+            self.report.ran[level] += 1
             if level == 0 and any(fault.rule.startswith("0.") for fault in play.faults):
                 broken.add(dialect)
-            if level == 3 and play.score is not None and play.score.sampled:
+            if level == 3 and play.score is not None:
                 self._score(name, dialect, turns, play, play.score)
             await self._report(bench, case, play)
             self._before = write_case(case)
@@ -284,11 +269,7 @@ class Runner:
     def _score(self, name: str, dialect: str, turns: int, play: Play, score: Score) -> None:
         fewest = FEWEST_ROWS.get(name, 1)
         known = min(fewest, turns) if fewest < 1 << 30 else None
-        made = HabitScore(
-            habit=name, dialect=dialect, coverage=score.trained / score.sampled, rows=score.rows, tokens=score.tokens,
-            fewest_rows=known,
-        )  # fmt: skip
-        self.habits.append(made)
+        self.report.habits.append({"habit": name, "dialect": dialect, **asdict(score), "fewest_rows": known})
         if known is not None and score.rows > known:
             enough = f"{known} {'row is' if known == 1 else 'rows are'} enough"
             play.fault("3.1", f"{score.rows} rows, {score.tokens} tokens to forward, where {enough}", "warning")
@@ -310,7 +291,7 @@ class Runner:
 
     def _add(self, play: Play, rule: str, case: str, conversation: Sequence[str]) -> None:
         faults = [fault for fault in play.faults if fault.rule == rule]
-        self.findings.append(
+        self.report.findings.append(
             Finding(
                 level=int(rule.partition(".")[0]), rule=rule, severity=faults[0].severity, detail=faults[0].detail,
                 case=case, tokens=sum(fault.tokens for fault in faults), conversation=tuple(conversation),
@@ -349,10 +330,8 @@ def parse_case(text: str) -> PlayedCase:
     return level, name, dialect, turns
 
 
-def with_levels(settings: ConformanceSettings, text: str | None) -> ConformanceSettings:
+def parse_levels(text: str) -> Sequence[int]:
     """`text` is such as `0-3,5`."""
-    if text is None:
-        return settings
     levels: set[int] = set()
     try:
         for part in text.split(","):
@@ -362,4 +341,4 @@ def with_levels(settings: ConformanceSettings, text: str | None) -> ConformanceS
         levels = {-1}
     if not levels or not levels <= set(LEVELS):
         raise ConfigError(f"--levels {text!r}: numbers from 0 to 9 are needed, such as 0-3,5")
-    return replace(settings, levels=tuple(sorted(levels)))
+    return sorted(levels)

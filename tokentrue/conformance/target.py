@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
-import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
+
+import httpx
 
 from tokentrue.conformance.oracle import Row
 from tokentrue.errors import ConfigError
@@ -86,16 +84,15 @@ class Target:
 
     # What adapters call.
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
-        return self._call(path, None, headers)
+        return self._call("GET", path, None, headers)
 
     def post(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
-        return self._call(path, json.dumps({} if body is None else body).encode(), headers)
+        return self._call("POST", path, {} if body is None else body, headers)
 
-    def _call(self, path: str, data: bytes | None, headers: Mapping[str, str] | None) -> Any:
-        named = {"content-type": "application/json", **(headers or {})}
-        request = urllib.request.Request(self.url + path, data, named)  # POST where there is data
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.loads(answer.read() or b"null")
+    def _call(self, method: str, path: str, body: Any, headers: Mapping[str, str] | None) -> Any:
+        answer = httpx.request(method, self.url + path, json=body, headers=headers, timeout=60, follow_redirects=True)
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
 
 
 class TargetProcess:
@@ -127,10 +124,8 @@ class TargetProcess:
 
     def _answers(self) -> bool:
         try:
-            urllib.request.urlopen(self.target.url + self.target.ready, timeout=5).close()
-        except urllib.error.HTTPError:
-            return True
-        except OSError:
+            httpx.get(self.target.url + self.target.ready, timeout=5)
+        except httpx.TransportError:
             return False
         return True
 
@@ -153,15 +148,13 @@ def load_target(name: str, python: str | None = None) -> Target:
     if not (path.is_file() and path.suffix == ".py"):
         hint = "; a URL does not say how sessions are opened and rows are read" if "://" in name else ""
         raise ConfigError(f"no target {name!r}: give {TOKENTRUE!r}, or a Python file with a subclass of Target{hint}")
-    spec = importlib.util.spec_from_file_location(f"conformance_target_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # of a file that ends with .py
-    module = importlib.util.module_from_spec(spec)
+    module = f"conformance_target_{path.stem}"
     try:
-        spec.loader.exec_module(module)
+        values = runpy.run_path(str(path), run_name=module).values()
     except Exception as error:
         raise ConfigError(f"{path}: cannot be imported: {error!r}") from error
-    classes = [value for value in vars(module).values() if inspect.isclass(value)]
-    found = [each for each in classes if issubclass(each, Target) and each.__module__ == module.__name__]
+    classes = [value for value in values if inspect.isclass(value)]
+    found = [each for each in classes if issubclass(each, Target) and each.__module__ == module]
     if len(found) != 1:
         raise ConfigError(f"{path}: {len(found)} subclasses of Target; one is needed")
     target: Target = found[0]()
@@ -177,14 +170,13 @@ def make_environment(target: Target) -> str:
     if not done.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         print(f"installing {' '.join(target.requires)} into {folder}", file=sys.stderr, flush=True)
-        with tempfile.TemporaryFile("w+") as log:
-            for command in (
-                [sys.executable, "-m", "venv", str(folder)],
-                [str(python), "-m", "pip", "install", "--quiet", *target.requires],
-            ):
-                if subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
-                    log.seek(0)
-                    last = (log.read().strip().splitlines() or ["no message"])[-1]
-                    raise ConfigError(f"{' '.join(target.requires)}: cannot be installed: {last}; or give --python")
+        for command in (
+            [sys.executable, "-m", "venv", str(folder)],
+            [str(python), "-m", "pip", "install", "--quiet", *target.requires],
+        ):
+            ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+            if ran.returncode:
+                last = (ran.stdout.strip().splitlines() or ["no message"])[-1]
+                raise ConfigError(f"{' '.join(target.requires)}: cannot be installed: {last}; or give --python")
         done.touch()
     return str(python)

@@ -78,12 +78,16 @@ class SourceRounds:
 
 
 class Evaluator:
-    """Held-out reward and pass@k, the best version so far, and when to stop early. `run` runs this rank's tasks."""
+    """Held-out reward and pass@k, the best version so far, and when to stop early. `run` runs this rank's tasks; the
+    default never evaluates."""
 
     def __init__(
-        self, config: EvaluationConfig, run: Callable[[], Awaitable[Rewards]], ranks: Ranks | None = None
+        self,
+        config: EvaluationConfig | None = None,
+        run: Callable[[], Awaitable[Rewards]] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.config = config
+        self.config = config or EvaluationConfig()
         self._run = run
         self._ranks = ranks or Ranks()
         self.best = -math.inf
@@ -92,7 +96,7 @@ class Evaluator:
         self._without_gain = 0
 
     async def __call__(self, version: int) -> Mapping[str, float]:
-        if not self.is_due(version):
+        if self._run is None or not self.is_due(version):
             return {}
         mine = await self._run()
         await self._ranks.meet()
@@ -148,14 +152,15 @@ async def train(
 ) -> list[StepReport]:
     """Runs the steps that are left, from the newest checkpoint in `store`, with the same result as without the break.
     Cancellation and a failing engine let a step in progress finish and write a checkpoint."""
+    evaluator = evaluator or Evaluator()
     run = Run(trainer=trainer, rounds=rounds, publish=publish, store=store, evaluator=evaluator, on_step=on_step)
     run.resume()
     await publish.begin(trainer)
-    if evaluator is not None and evaluator.is_missing(trainer.version):
+    if evaluator.is_missing(trainer.version):
         await evaluator(trainer.version)
     try:
         for number in range(trainer.version, trainer.config.steps):
-            if evaluator is not None and evaluator.is_over:
+            if evaluator.is_over:
                 break
             await run.step(number)
     except (asyncio.CancelledError, KeyboardInterrupt, EngineError):
@@ -178,7 +183,7 @@ class Run(msgspec.Struct, kw_only=True):
     rounds: Rounds
     publish: Publisher
     store: Store | None
-    evaluator: Evaluator | None
+    evaluator: Evaluator
     on_step: OnStep | None
     running: dict[int, asyncio.Task[Groups]] = {}  # this rank's parts
     finished: dict[int, Groups] = {}  # whole rounds
@@ -194,8 +199,7 @@ class Run(msgspec.Struct, kw_only=True):
         if path is not None and self.store is not None:
             loaded = checkpoint.load(self.trainer, path, self.store)
             self.finished, self.counts = loaded.rounds, loaded.counts
-            if self.evaluator is not None:
-                self.evaluator.restore(loaded.evaluation)
+            self.evaluator.restore(loaded.evaluation)
         self.kept = self.trainer.version
 
     async def step(self, number: int) -> None:
@@ -219,7 +223,7 @@ class Run(msgspec.Struct, kw_only=True):
                 self.unreported = stepping.result(), began, waited
             raise
         self.unreported = report, began, waited
-        report = self.report_step(await self.evaluator(trainer.version) if self.evaluator is not None else {})
+        report = self.report_step(await self.evaluator(trainer.version))
         self.require_progress(report)
         if self.is_due():
             for waiting in sorted(self.running):
@@ -279,17 +283,14 @@ class Run(msgspec.Struct, kw_only=True):
         config, version = self.trainer.config, self.trainer.version
         by_clock = bool(config.checkpoint_minutes) and time.monotonic() - self.kept_at > 60 * config.checkpoint_minutes
         by_step = bool(config.checkpoint_every) and version % config.checkpoint_every == 0
-        is_best = self.evaluator is not None and self.evaluator.best_version == version
+        is_best = self.evaluator.best_version == version
         return self.trainer.ranks.from_first(by_clock or by_step or is_best or version == config.steps)
 
     def keep(self) -> None:
         if self.store is None:
             return
-        best, evaluation = (
-            (None, {}) if self.evaluator is None else (self.evaluator.best_version, self.evaluator.state())
-        )
-        progress = checkpoint.Progress(rounds=self.finished, counts=self.counts, evaluation=evaluation)
-        checkpoint.save(self.trainer, self.store, progress, best=best)
+        progress = checkpoint.Progress(rounds=self.finished, counts=self.counts, evaluation=self.evaluator.state())
+        checkpoint.save(self.trainer, self.store, progress, best=self.evaluator.best_version)
         self.kept, self.kept_at = self.trainer.version, time.monotonic()
         if self.trainer.ranks.first:
             self.store.on_kept(self.kept)

@@ -156,18 +156,6 @@ class Trainer:
         with self.scoring(), evaluation_mode(self.model):
             return self.scorer(self.model, [row]).logprobs[0]
 
-    def gradient(self, groups: Sequence[Sequence[Sample]]) -> tuple[Tensor, dict[str, float]]:
-        """The flat gradient of the whole batch, without a step, and its metrics."""
-        with self.scoring():
-            batch = self.recompute(self.rows(groups))
-            (part,) = batch.parts
-            merged, loss = self.accumulate(batch, part, is_first=True)
-            found = {**self.measure(batch), **dict(merged), "loss": loss}
-        gradients = [parameter.grad for parameter in self.masters.parameters]
-        flat = torch.cat([whole(each).flatten() for each in gradients if each is not None])
-        self.optimizer.zero_grad(set_to_none=True)
-        return flat, found
-
     def find_trained(self, rows: Sequence[Row], advantages: Sequence[float]) -> list[bool]:
         always = self.loss.penalty is not None or self.loss.entropy_coefficient != 0 or not self.config.drop_idle_rows
         return [bool(row.mask.any()) and (always or a != 0.0) for row, a in zip(rows, advantages, strict=True)]

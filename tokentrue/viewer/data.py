@@ -24,7 +24,6 @@ from tokentrue.viewer.breaks import breaks_to_json
 from tokentrue.viewer.plots import compute_advantages, plots_to_json
 from tokentrue.viewer.records import Branch, RecordSource, SessionSummary, SessionView, ViewRenderer, check_names
 
-FORMAT = 1
 PAGE = 500
 NUMBERS = ("offset", "limit")
 VIEWS: Mapping[str, tuple[str, ...]] = {  # the arguments of each
@@ -73,7 +72,6 @@ class ViewerData:
     def index(self, *, offset: int = 0, limit: int = PAGE) -> JsonObject:
         rows, total = self.source.list_sessions(offset=offset, limit=min(limit, PAGE))
         return {
-            "format": FORMAT,
             "source": {
                 "kind": self.source.kind,
                 "name": self.source.name,
@@ -85,7 +83,6 @@ class ViewerData:
             "has_report": False,
             "sessions": [_row(row) for row in rows],
             "total": total,
-            "offset": offset,
         }
 
     def search(self, text: str, *, offset: int = 0) -> JsonObject:

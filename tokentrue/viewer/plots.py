@@ -98,7 +98,7 @@ def _contribution(delta: Floats, advantages: Floats) -> JsonObject | None:
         if len(chosen):
             mean, spread = float(chosen.mean()), float(chosen.std())
             skew = float(((chosen - mean) ** 3).mean() / spread**3) if spread > 0 else 0.0
-            found[name] = {"tokens": len(chosen), "mean": mean, "std": spread, "skew": skew, **_histogram(chosen)}
+            found[name] = {"tokens": len(chosen), "mean": mean, "skew": skew, **_histogram(chosen)}
     return found
 
 

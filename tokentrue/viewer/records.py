@@ -58,7 +58,6 @@ class SessionSummary:
     trained: int = 0
     untrained: Mapping[str, int] = field(default_factory=dict[str, int])
     versions: tuple[int, int] | None = None
-    in_flight: int = 0
     task: str = ""
     fork: str | None = None
 

@@ -52,7 +52,7 @@ function Header({ session: s, head, go, metadata }) {
     <h1 title=${s.session_id}>${short(s.session_id)}</h1>
     <dl class="facts inline">
       ${s.group != null && html`<div><dt>group</dt><dd><a href="#" onClick=${(e) => { e.preventDefault(); go("group", s.group); }}>${s.group}</a></dd></div>`}
-      <div><dt>state</dt><dd>${s.state === "open" ? html`<span class="dot" aria-hidden="true"></span>open` : s.state}${s.in_flight ? `, ${s.in_flight} in flight` : ""}</dd></div>
+      <div><dt>state</dt><dd>${s.state === "open" ? html`<span class="dot" aria-hidden="true"></span>open` : s.state}</dd></div>
       <div><dt>reward</dt><dd class="num">${fixed(head?.reward ?? s.reward)}</dd></div>
       ${head?.advantage != null && html`<div><dt>advantage</dt><dd class="num">${signed(head.advantage)}</dd></div>`}
       <div><dt>coverage</dt><dd><${Coverage} sampled=${s.sampled} trained=${s.trained} /></dd></div>

@@ -108,7 +108,7 @@ function Row({ s, go, range, breaks }) {
     <td><a href=${`#/session/${at(s.session_id)}`} onClick=${open} title=${s.session_id}>${short(s.session_id)}</a></td>
     <td class="c-task" title=${s.task}>${s.task || html`<span class="soft">–</span>`}</td>
     <td>${s.group ?? html`<span class="soft">–</span>`}</td>
-    <td>${s.state === "open" ? html`<span class="dot" aria-hidden="true"></span>` : ""}${s.state}${s.in_flight ? html` <span class="badge">${s.in_flight} in flight</span>` : ""}</td>
+    <td>${s.state === "open" ? html`<span class="dot" aria-hidden="true"></span>` : ""}${s.state}</td>
     <td class="num"><span class=${`reward ${rewardClass(s.reward, ...range)}`}>${fixed(s.reward)}</span></td>
     <td class="num" title=${Object.entries(s.untrained).map(([why, n]) => `${n} ${reason(why)}`).join("\n")}>${waiting ? "–" : html`<${Coverage} sampled=${s.sampled} trained=${s.trained} />`}</td>
     <td class="c-break">${first ? html`<a data-stay="1" href=${`#/session/${at(s.session_id)}/${at(first.sample_id)}/breaks`} title=${`a render of the messages would lose ${plural(first.lost, "sampled token")}`}>${first.name}</a>` : s.fork ? html`<span class="soft">fork: ${reason(s.fork)}</span>` : html`<span class="soft">–</span>`}</td>
