@@ -31,8 +31,6 @@ TokenTrueError
 ├── TrainingError           a run that cannot continue: nothing to learn from, numbers that are not finite, stale weights
 └── ExactnessError          two numbers that must be equal in bits are not, or an operator has no exact form"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 

@@ -1,7 +1,5 @@
 """Published corrections by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """How each command-line agent is started against a session. docs/harnesses says what each rewrites."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping
