@@ -2,8 +2,6 @@
 
 Importing this package imports neither torch nor the network; names are loaded when first used."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

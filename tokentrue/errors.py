@@ -1,7 +1,5 @@
 """One exception tree, grouped by the boundary that was crossed. Every message names what is wrong and what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 

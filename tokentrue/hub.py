@@ -1,7 +1,5 @@
 """Locates and loads a model: a directory, the name of the one that ships with the package, or a hub id."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path

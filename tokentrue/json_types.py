@@ -1,7 +1,5 @@
 """JSON types for the type checker."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 

@@ -1,8 +1,6 @@
 """JSON values as the record stores them: `dumps` and `loads` round-trip exactly. What JSON cannot represent, or is
 nested too deeply for later readers (orjson: 254 levels), is refused before anything is generated."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

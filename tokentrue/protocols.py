@@ -1,7 +1,5 @@
 """Interfaces between packages, and plug-ins by entry point."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path

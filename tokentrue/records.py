@@ -1,7 +1,5 @@
 """`@record`: a frozen dataclass with slots, built by keyword."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, dataclass_transform

@@ -1,7 +1,5 @@
 """Reads TOML and `--set a.b=c` into frozen dataclasses; errors are one line that names the key."""
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 from collections.abc import Callable, Mapping, Sequence

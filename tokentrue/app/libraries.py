@@ -1,7 +1,5 @@
 """Loads torch and transformers on demand, silences them, and checks the device and the model of samples."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -2,8 +2,6 @@
 `samples.jsonl` and `rollouts.jsonl` (a line per rollout) hold whole groups only, so that missing ones can be run later.
 A group is done when each of its rollouts has a line; its samples are written first."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

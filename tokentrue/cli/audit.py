@@ -1,7 +1,5 @@
 """tokentrue audit FILE: re-checks certificates, prefix identity and coverage of exported samples."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Annotated
 

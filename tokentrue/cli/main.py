@@ -1,8 +1,6 @@
 """One module per command, imported when called. Exit codes: 0 fine, 1 found something wrong, 2 usage error, 70 a bug in
 tokentrue."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

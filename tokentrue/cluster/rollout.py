@@ -3,8 +3,6 @@ gateway that its key hashes to, which restores its sessions from its journal whe
 PostgreSQL record, and any gateway resumes the sessions of one that died. A `RolloutActor` restarts a lost rollout in
 the same session and gets the recorded replies."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

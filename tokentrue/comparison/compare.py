@@ -8,8 +8,6 @@ aligned, so that one extra segment is one difference and hides nothing after it.
 * `non_assistant_text`: other text of the prompt, the user or a tool, or the same from other ids (hard);
 * `assistant_text`: other text inside an assistant's turn (soft); sampled tokens are never canonical."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol

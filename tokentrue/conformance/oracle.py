@@ -1,7 +1,5 @@
 """The judge: rows to train on against the engine's log, without knowledge of a gateway."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

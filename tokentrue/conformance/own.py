@@ -1,7 +1,5 @@
 """tokentrue's own gateway as a target."""
 
-from __future__ import annotations
-
 import base64
 import json
 import subprocess

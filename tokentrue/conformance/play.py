@@ -1,7 +1,5 @@
 """One case: a session of the target, an agent that talks to it, and what the oracle says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """A run: one engine stand-in, one target, the cases of the chosen levels, and the report."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import random
 import re

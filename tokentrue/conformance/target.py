@@ -1,7 +1,5 @@
 """A gateway under test: how it is installed, started and asked for its rows. An adapter is one subclass of `Target`."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Replaces the images of messages by references: the one place through which images enter a session."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

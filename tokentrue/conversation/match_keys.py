@@ -1,8 +1,6 @@
 """Loose keys of messages: hashes of what no known lossy projection changes, chained over a conversation. A key only
 finds candidates; `find_changes` compares a replayed message with the served one."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

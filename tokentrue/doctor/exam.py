@@ -1,7 +1,5 @@
 """What every probe is given."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import random

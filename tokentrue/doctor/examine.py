@@ -1,7 +1,5 @@
 """`examine`: the probes, from what would explain everything to what would explain little."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

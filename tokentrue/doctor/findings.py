@@ -1,7 +1,5 @@
 """What the probes found, as data: verdict, figure, likely cause, cure, and how sure the probe is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Number formats as roundings of a tensor: integers, float8 and 4-bit codes, by what shares a scale."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import log2

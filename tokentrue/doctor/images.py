@@ -2,8 +2,6 @@
 through transformers' processor; each cause is a change of what it is given.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Those of meaning and stability compare the engine with itself, so that they hold whatever weights it has.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

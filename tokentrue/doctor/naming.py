@@ -6,8 +6,6 @@ and if no hypothesis of another name does as well; one that predicts the same nu
 else is `unknown`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 Each token is scored at its turn's temperature and over the ids that its filters kept, where recorded.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Weights, arithmetic and sampling: the engine's log-probabilities and routing against the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial

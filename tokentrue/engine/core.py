@@ -1,7 +1,5 @@
 """The engine without threads: add requests, call `step`, read their tokens. Deterministic."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

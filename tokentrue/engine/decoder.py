@@ -5,8 +5,6 @@ plain dense form run their own code on exact operators. Reading can fail silentl
 logits must equal the model's, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple

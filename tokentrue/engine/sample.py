@@ -4,8 +4,6 @@ token = argmax(scaled logits + noise), the noise a float64 hash of (seed, positi
 argmax, and reports log-probabilities at temperature 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Loads a model from a directory, and new weights into a live model, in place, by name; all of them or none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast

@@ -2,8 +2,6 @@
 with an OpenAI client, or an object with the same `chat.completions.create`. It never sees tokens, sessions or the
 trainer, and sets no sampling values: the session pins them."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,8 +1,6 @@
 """One model call through an OpenAI client, merged into one assistant message without its reasoning, as in most
 harnesses."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any

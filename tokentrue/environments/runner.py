@@ -1,8 +1,6 @@
 """Runs groups of rollouts with bounded concurrency and a time limit each. Every planned rollout ends in exactly one
 `Rollout`, and what it samples does not depend on what runs beside it."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time

@@ -1,8 +1,6 @@
 """Word problems with whole numbers 0..99. The shipped model was trained on the same generator; held-out texts never
 reach a training generator."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

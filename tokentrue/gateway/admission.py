@@ -1,7 +1,5 @@
 """Admission control: generations in flight, a queue that is fair to sessions, and the pause while weights change."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """The ASGI application: routes, start-up and shutdown. Model requests are in `model_routes`."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import sys

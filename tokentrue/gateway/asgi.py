@@ -1,7 +1,5 @@
 """ASGI: bodies within their limits, JSON, events and errors, clients that disconnect."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

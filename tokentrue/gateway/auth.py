@@ -1,7 +1,5 @@
 """A session's API key contains its id, so that any worker finds its owner, and a secret whose hash is stored."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

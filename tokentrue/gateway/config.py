@@ -1,7 +1,5 @@
 """The gateway's settings. Secrets come from the environment."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Literal
 

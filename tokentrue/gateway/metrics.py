@@ -1,7 +1,5 @@
 """Prometheus metrics of one process, the merged page of several, and the time spent in the engine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing

@@ -1,8 +1,6 @@
 """Model requests. Invariants: only paths of `OPERATIONS` generate, and each runs a recorded turn; keys are checked
 before bodies are read; no reply and no last event before the turn is durable; every turn writes one log line."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sessions in memory, evicted when idle, too many or too large; never while in use, so a session has one live object."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

@@ -2,8 +2,6 @@
 archive or a script is refused. URLs are fetched from hosts that the operator allows: no redirect, no private address.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import re

@@ -1,7 +1,5 @@
 """Adapters to trainer frameworks, one file each; none imports torch or its framework before it is called."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 

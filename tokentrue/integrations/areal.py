@@ -1,7 +1,5 @@
 """AReaL: a rollout workflow whose episodes go through a gateway; every sample of an episode is a row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any

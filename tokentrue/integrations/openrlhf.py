@@ -3,8 +3,6 @@
 `agent(client, task)` gets `{"prompt": …, "label": …}`. One row per rollout: the sample that trains most tokens.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

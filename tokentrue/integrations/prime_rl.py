@@ -1,7 +1,5 @@
 """prime-rl: recorded samples as its own `TrainingSample`s, with group advantages on the sampled tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any

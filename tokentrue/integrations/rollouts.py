@@ -1,7 +1,5 @@
 """Runs an agent on tasks through a gateway, one session per rollout: what the adapters share."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect

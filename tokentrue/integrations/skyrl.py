@@ -4,8 +4,6 @@
 sample is a row; without it SkyRL wants one row per prompt, the sample that trains most tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any

@@ -4,8 +4,6 @@ All samples of a rollout are returned with one `rollout_id`. Where rollouts have
 (`--custom-reward-post-process-path`) is needed: slime itself then takes the whole batch for one group.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Awaitable, Callable, Sequence
 from statistics import fmean, stdev

@@ -3,8 +3,6 @@
 Input is `ids[:-1]`, targets are `ids[1:]`. Tokens that were not sampled have advantage 0: Tinker removes the mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,5 @@
 """verifiers (0.4): its environments, and the rewards of a `vf-eval` run that sampled through a gateway."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -5,8 +5,6 @@ such loops (`rollout.agent.agent_loop_manager_class`), which needs no file of lo
 that trains most tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from types import SimpleNamespace

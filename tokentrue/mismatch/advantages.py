@@ -1,7 +1,5 @@
 """Advantages from rewards, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Literal
 

@@ -4,8 +4,6 @@ A key means what its framework documents. Where the code behaves differently, `f
 the correction's `notes` say so. Unknown keys are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import cast
 

@@ -5,8 +5,6 @@ Gradient flows through the current policy's log-probabilities only. All arithmet
 is left has loss 0 and zero gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace

@@ -1,7 +1,5 @@
 """Published corrections by name, from presets.toml."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path

@@ -2,8 +2,6 @@
 batch. How to add one: docs/new-correction.md. A value that equals a bound is inside it.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

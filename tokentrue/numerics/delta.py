@@ -8,8 +8,6 @@ A token's sums run over the key size of its own state, so neither the batch nor 
 compute this recurrent form; gradients come from transformers' chunked form, on inputs that are computed again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any

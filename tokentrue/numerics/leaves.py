@@ -7,8 +7,6 @@ no sum with others; the rows of experts are gathered and added in slot order. Le
 the same number, which the fingerprint names.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from typing import Any

@@ -6,8 +6,6 @@ or select values or `CpuOps.self_test` checks them; any other is refused by name
 FSDP2 gathers them just before.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext

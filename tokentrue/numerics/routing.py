@@ -5,8 +5,6 @@ The experts' weights come from the current router, with gradient; where the roll
 the values, and the gradient is still the router's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

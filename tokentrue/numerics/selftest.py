@@ -1,7 +1,5 @@
 """What the start-up checks of all devices share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 import torch

@@ -3,8 +3,6 @@
 Each image is encoded by itself: all shapes, and so the order of every sum, depend on it alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -2,8 +2,6 @@
 library version or setting changes most values. So only the recorded processor computes pixels.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Builds a completion from an engine's reports, checking every piece; refuses settings that an engine does not know."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import cast

@@ -1,7 +1,5 @@
 """Compares two providers on one prompt: a verdict to read, not a tolerance to trust."""
 
-from __future__ import annotations
-
 from tokentrue.errors import InputError
 from tokentrue.protocols import Provider
 from tokentrue.records import record

@@ -1,7 +1,5 @@
 """The embedded exact engine: log-probabilities equal the trainer's, bit for bit, under every filter."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing

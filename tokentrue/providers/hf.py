@@ -1,8 +1,6 @@
 """Hugging Face transformers, one forward pass per token: the ground truth for tests. Log-probabilities are those
 after temperature and filters; greedy reports temperature 1."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from inspect import signature

@@ -1,7 +1,5 @@
 """The table of engines; commands, help texts and docs derive their lists from here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any

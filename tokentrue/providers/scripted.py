@@ -4,8 +4,6 @@ One line per generation: `{"text": …}` or `{"token_ids": […]}`, optional `lo
 abort), `delay_s` (before the first token), `status` (an HTTP status to fail with). A text that ends with "stop" gets
 the model's stop token appended. Missing log-probabilities are derived reproducibly from id and position."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import zlib

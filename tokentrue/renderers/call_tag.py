@@ -1,7 +1,5 @@
 """Structural tag for a required tool call: free text (the model may think), then at least one call in its format."""
 
-from __future__ import annotations
-
 import json
 
 from tokentrue.json_types import JsonMapping, JsonObject

@@ -1,8 +1,6 @@
 """Proves a new chat template in a child process with operating-system limits on time and memory. Jinja's sandbox limits
 what a template can access, not what it costs."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -15,8 +15,6 @@ break and continue, and the conditions and assignments that these need. Statemen
 whole. Captured text (macros, {% set x %}…{% endset %}) is not touched. Where something was left out, the
 text holds SKIPPED: a caller that finds it after the recorded turn renders the template as it is."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import cast

@@ -1,8 +1,6 @@
 """Disk cache of proofs: one JSON file per template, tokenizer, settings and code version. Writes are atomic renames; an
 unreadable file is proven again; without a writable directory nothing is cached."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

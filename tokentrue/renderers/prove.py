@@ -2,8 +2,6 @@
 the real conversation rendered and encoded whole, cut by offsets after the last turn's last word (`zlastz`) and stop.
 `zn0z` is the first new content."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -2,8 +2,6 @@
 
 Recorded ids are never encoded or changed; `extend` returns what the template writes after them, or a Refusal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

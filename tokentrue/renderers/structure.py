@@ -1,7 +1,5 @@
 """How turns begin and end in ids, found by rendering; used by `tokentrue.compare`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Protocol

@@ -1,7 +1,5 @@
 """`verify`: a report on the proof of a model's template."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import fields

@@ -4,8 +4,6 @@ Checked: every node's certificate link holds, and each sampled token is trainabl
 coverage with its reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tokentrue.errors import InputError, TokenContractError

@@ -1,8 +1,6 @@
 """Writes a sample file under a temporary name (devices and pipes directly), reads any format, and audits a file before
 training."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence

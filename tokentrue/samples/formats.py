@@ -5,8 +5,6 @@ Every trainer's row also carries `tokentrue`: the sample's fields that the train
 read back from any row, the row is rebuilt from it, and the two are compared.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager

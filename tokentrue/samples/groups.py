@@ -4,8 +4,6 @@ A session counts once, with the reward of its first sample, even if it has sever
 its samples share its advantage. A session without a group is a group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from tokentrue.records import record

@@ -1,7 +1,5 @@
 """The files of images beside a samples file: `FILE.images/SHA256.png`, written before the samples file has its name."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -6,8 +6,6 @@ rows, routing, sampling mask, top log-probabilities and images. Samples of other
 `given` and `sampled` of each.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import astuple

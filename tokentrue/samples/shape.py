@@ -1,7 +1,5 @@
 """Converts samples to plain JSON objects and back, losslessly; errors name the path (`$.spans[3].start`)."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable
 from dataclasses import replace

@@ -2,8 +2,6 @@
 optional `"entropy"` list of the same length, in nats. Invalid values are refused with line and token.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 prefix).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from itertools import groupby, pairwise

@@ -1,7 +1,5 @@
 """Sessions and nodes as JSON, without tokens."""
 
-from __future__ import annotations
-
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.sessions.journal import SessionRecord
 from tokentrue.sessions.side_requests import find_side_requests

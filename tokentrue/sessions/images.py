@@ -1,7 +1,5 @@
 """The images of one session. A request brings their bytes, except those of an earlier reply's conversation."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What a request may ask: sizes, sampling, enforced formats; its identity; the thread for its rendering and parsing."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ trained with the task's reward.
 no turn with tools has; not if the task may need the answer: it was given to another conversation, it began after
 every turn with tools was over, it repeats what a conversation with tools was asked, or a loaded adapter sampled it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The reference trainer. Names are loaded when first used: the configuration needs no torch."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

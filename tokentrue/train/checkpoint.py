@@ -10,8 +10,6 @@
 Large weights are several files with an index, and `optimizer/` holds the shards of torch.distributed.checkpoint. What is
 called step-… is whole: it was moved into place. `latest` links to the newest."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

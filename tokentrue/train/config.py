@@ -1,7 +1,5 @@
 """Training configuration, validated on construction. Every field has its default here."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ Round j is sampled by the weights of version max(0, j - lag), all of it: weights
 an older version has ended. So a run repeats bit for bit whatever the timing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -4,8 +4,6 @@
 than a block of a prefix cache: stale weights and a stale cache both show.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

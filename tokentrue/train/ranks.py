@@ -1,7 +1,5 @@
 """What a training step asks of the other ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -2,8 +2,6 @@
 replaced only by a file that is whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -4,8 +4,6 @@ Every row of a session carries the session's advantage and is in the same miniba
 one rank, and all ranks make the same number of forward passes.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from array import array

@@ -2,8 +2,6 @@
 tokens before i), and entry 0 is 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol

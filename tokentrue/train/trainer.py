@@ -4,8 +4,6 @@ Micro-batching and sharding do not change the loss, and gradients only by roundi
 minibatch is known on every rank before a backward pass.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Splits a branch into blocks: each message with its tokens and what the template puts before it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -2,8 +2,6 @@
 would train on. Both are split at the tokens that open a message, aligned by message and then by token. Every difference
 is named, and counted by the sampled tokens that it touches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The data API: one JSON shape per view, the same for every source, for the live page and for the export."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

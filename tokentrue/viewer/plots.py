@@ -1,8 +1,6 @@
 """Data of the mismatch plots, without torch: δ = trainer - rollout log-probability, r = exp(δ), and C(r) = -(r - 1)·A.
 Formulas and advantages equal those of `tokentrue.mismatch`; tests compare them."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

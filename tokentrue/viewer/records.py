@@ -1,7 +1,5 @@
 """The viewer's data types, for a samples file, a store and a gateway."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace

@@ -1,7 +1,5 @@
 """The viewer's sources: a samples file or list, without messages and abandoned branches; a durable store, with both."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ Read from the model's directory, without torch and without pixels, by the formul
 tests/renderers/test_vision.py compares. A family that is not in `FAMILIES` is refused by name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

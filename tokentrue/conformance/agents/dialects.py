@@ -1,7 +1,5 @@
 """Requests in the four dialects, written from messages, and answers read back."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field

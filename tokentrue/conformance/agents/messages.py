@@ -2,8 +2,6 @@
 served sees through all of these losses.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence

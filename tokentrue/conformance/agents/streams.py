@@ -1,7 +1,5 @@
 """One HTTP exchange of an agent: a whole answer, or the events of a stream, put together as a client does it."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence

@@ -3,8 +3,6 @@
 Every log-probability is a different number, so that a sampled token can be told from all others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

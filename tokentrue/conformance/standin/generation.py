@@ -2,8 +2,6 @@
 was asked and answered.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence

@@ -3,8 +3,6 @@ tokenizer would choose. Pictures of one colour, and a model directory for them: 
 tokens and image processor. An image of W by H pixels, multiples of 28, has W·H/784 tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -2,8 +2,6 @@
 `/v1/completions` and `/inference/v1/generate`.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

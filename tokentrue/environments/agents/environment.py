@@ -3,8 +3,6 @@ rewarded, so it is treated as an adversary: it never writes where this process, 
 command starts when every process of the agent is dead, with a separate home and environment, in a copy of the agent's
 work that it makes from a read-only view."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

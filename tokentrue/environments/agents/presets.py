@@ -1,7 +1,5 @@
 """How a command-line agent is started against a session; presets.toml has the known ones."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import tomllib

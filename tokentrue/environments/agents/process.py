@@ -1,7 +1,5 @@
 """Runs one command line until it ends or reaches a limit, and reads a reward from a score command."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -3,8 +3,6 @@
 the host an agent sees `SYSTEM`, this Python, the programs on the PATH and what the user names, all read-only; no
 process, no socket, and of the network only the bridge: a loopback port that leads to the gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -3,8 +3,6 @@
 A line: `{"id": "fix-1", "prompt": "…", "dir": "repo", "ref": "main", "score": "pytest -q", "split": "heldout",
 "env": {…}}`; only `prompt` is required. `dir`, relative to the file, is copied or checked out for every rollout."""
 
-from __future__ import annotations
-
 import tomllib
 from collections import Counter
 from pathlib import Path

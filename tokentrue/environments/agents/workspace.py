@@ -9,8 +9,6 @@
 Nothing is opened by name below `agent` and `score` once a command has run there, except by
 `process.read_reward_file`."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

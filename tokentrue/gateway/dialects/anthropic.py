@@ -1,7 +1,5 @@
 """Anthropic Messages. Reasoning is sent as signed thinking blocks; one that comes back changed is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """OpenAI Chat Completions. Reasoning is `reasoning_content` both ways; developer messages are system messages."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

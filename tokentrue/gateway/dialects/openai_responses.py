@@ -2,8 +2,6 @@
 them. The model sees a custom (free-form) tool as a function with one string, and tools of a namespace as
 `namespace__name`."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Signatures on reasoning that clients carry."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

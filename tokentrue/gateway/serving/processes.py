@@ -1,8 +1,6 @@
 """`tokentrue serve`: a parent that holds the listening socket, starts the gateways and restarts killed ones. Sessions
 are restored from the journal, admin settings from `AdminState`."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

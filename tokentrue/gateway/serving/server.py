@@ -1,7 +1,5 @@
 """Runs a gateway process: sockets, signals, logs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

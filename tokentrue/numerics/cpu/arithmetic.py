@@ -5,8 +5,6 @@ for small K, with far less call overhead, the ordinary product of at least PLAIN
 transposed weight. Fixed row tiles serve all other cases.
 """
 
-from __future__ import annotations
-
 import math
 import platform
 from collections.abc import Callable, Mapping

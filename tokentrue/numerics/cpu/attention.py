@@ -9,8 +9,6 @@ Legend: X batch of (key head, sequence), M query rows (position-major, then head
 128), D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache

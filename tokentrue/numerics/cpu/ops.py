@@ -1,7 +1,5 @@
 """Exact operators on the CPU, from plain torch. `self_test` first compares bits for every shape of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from itertools import product

@@ -1,7 +1,5 @@
 """The conversation as it is rendered: a sentinel for what was sampled, marked words for new contents."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from typing import Literal

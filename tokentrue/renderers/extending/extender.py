@@ -9,8 +9,6 @@ same. Example: the recorded ids end with the sampled `Sure.<|im_end|>`, and a us
     tail: encoded, and added to them                                    ⏎<|im_start|>user⏎More.<|im_end|>⏎<|im_start|>…
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace

@@ -2,8 +2,6 @@
 content. Spans cover all tokens. A token of both structure and content counts as content. If the positions cannot be
 determined, everything is structure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 

@@ -3,8 +3,6 @@ cuts at the recorded stop id. It never guesses. A first render has marked words 
 have the sentinel once; each mark once, in order and after it; the recorded stop once between sentinel and first mark. A
 plan is used for a request if its render has the template's texts of that first one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

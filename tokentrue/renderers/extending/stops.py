@@ -1,7 +1,5 @@
 """Which tokens end an assistant turn: those that the model's files declare and those that its template writes."""
 
-from __future__ import annotations
-
 import json
 from itertools import takewhile
 from pathlib import Path

@@ -2,8 +2,6 @@
 `tool_calls` and, if that captures a name, `broken_calls`: the same block with any other body, so that a failed attempt
 is recognised as one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Literal

@@ -2,8 +2,6 @@
 openai-harmony, the models' library: it quotes tool results, writes text beside a call as reasoning, writes only the
 first of several calls, and drops later system messages."""
 
-from __future__ import annotations
-
 from tokentrue.renderers.families.base import NAMED, Clues, Family
 
 _OPENER = r"(?:<\|start\|>assistant)?"

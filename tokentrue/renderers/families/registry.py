@@ -1,7 +1,5 @@
 """The families and how a template is matched to one. A new family is one function and its name in `FAMILIES`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain

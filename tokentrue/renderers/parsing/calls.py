@@ -3,8 +3,6 @@ the model's text; untyped formats emit each parameter when it is complete, becau
 brace is held back until the whole call has been read, so the arguments of an aborted call are never valid JSON. Bodies
 that a reader does not know go to `read_whole`, which uses transformers' content parsers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Parsing data of one renderer: a compiled response template (`transformers.utils.chat_parsing`) and the tokens of its
 markers."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ an attempt. With `early`, a stream shows calls while the model writes them: an a
 were shown, which are not valid JSON. Bytes that are not UTF-8 are lone surrogates in `raw` (`errors="surrogateescape"`)
 and `�` in the message."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from array import array

@@ -2,8 +2,6 @@
 a marker and a partial match of a delimiter are held back until more text decides. A region that is not a readable call
 is no error here: its body is passed on unchanged."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from bisect import bisect_left, bisect_right

@@ -1,8 +1,6 @@
 """Images in rendered prompts: finds their parts in messages, and turns each placeholder that the template wrote into a
 run. Text that spells one is shielded and stays text."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -2,8 +2,6 @@
 truth is the template's text of the whole conversation, with each placeholder replaced by all that the processor writes,
 encoded at once."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The durable store: SQLite, or PostgreSQL (`postgres.py`, imported only when used). Read `journal.py` first."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

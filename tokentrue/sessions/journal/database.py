@@ -1,7 +1,5 @@
 """The connection protocol of a store, which `sqlite3.Connection` implements, and its name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 

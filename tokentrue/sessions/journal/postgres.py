@@ -2,8 +2,6 @@
 belongs to one gateway, under a fencing token that grows with every change of owner. Every write checks both in its
 transaction: a gateway that was paused or cut off never writes after its successor."""
 
-from __future__ import annotations
-
 import sqlite3
 import threading
 import time

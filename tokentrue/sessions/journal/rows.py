@@ -1,8 +1,6 @@
 """Nodes and session records as rows. Ids and log-probabilities are raw little-endian bytes, everything else is one JSON
 object. A row stores tools only if they differ from the parent's."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,6 @@
 share a second one. If the supervisor is killed, its workers first finish what they generate, and the next server waits
 for them: two processes never write one session."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

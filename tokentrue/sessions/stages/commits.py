@@ -1,7 +1,5 @@
 """Nodes from generated choices, and replies from nodes. `turn` writes them."""
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 files). A request that continues a recorded turn is read as if it began with that turn's system prompt. The tools and
 all messages after it decide what is continued; only the record decides."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from operator import itemgetter

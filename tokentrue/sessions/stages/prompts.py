@@ -1,8 +1,6 @@
 """Builds a prompt: the recorded ids, untouched, and what the renderer adds; or a new root if it refuses. Of turns
 sampled elsewhere it adds the recorded ids."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import cast
 
