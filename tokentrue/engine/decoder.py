@@ -241,13 +241,7 @@ def check_shape(model: Any, heads: tuple[type, ...] = (nn.Linear,)) -> None:
 
 
 def read_embedding(module: nn.Module, scale: float | None) -> Callable[[Tensor], Tensor]:
-    """Calls the module itself if it does more than a lookup."""
-    if scale is not None:
-        return lambda ids: module(ids) * scale
-    if type(module) is not nn.Embedding or module.max_norm is not None:
-        return module
-    weight = module.weight.data
-    return lambda ids: torch.embedding(weight, ids)
+    return module if scale is None else lambda ids: module(ids) * scale
 
 
 def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int], ops: Ops) -> Layer:
