@@ -328,7 +328,7 @@ class ExactEngine:
 
 
 def has_experts(model: nn.Module) -> bool:
-    return any(is_experts(dict(module.named_parameters(recurse=False))) for module in model.modules())
+    return any(map(is_experts, model.modules()))
 
 
 def eos_of(model: Any) -> tuple[int, ...]:

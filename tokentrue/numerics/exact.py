@@ -9,6 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import pairwise
 from operator import is_
 from typing import Any, Self
 
@@ -80,7 +81,7 @@ def shapes_of(model: nn.Module, leaves: int = 1) -> ModelShapes:
             n, k = module.weight.flatten(1).shape
             linears[module.weight.dtype].add((k, n, module.bias is not None))
         parameters = dict(module.named_parameters(recurse=False))
-        if is_experts(parameters):
+        if is_experts(module):
             for name in ("gate_up_proj", "down_proj"):
                 _, n, k = parameters[name].shape
                 shape = (n, k, False) if getattr(module, "is_transposed", False) else (k, n, False)
@@ -203,8 +204,7 @@ def packed_from_positions(position_ids: Tensor | None, batch: int, tokens: int) 
     starts = (position_ids.reshape(-1) == 0).nonzero().squeeze(-1).tolist()
     if len(starts) < 2:
         return None
-    ends = [*starts[1:], tokens]
-    return Packed.of(tuple(end - start for start, end in zip(starts, ends, strict=True)), position_ids.device)
+    return Packed.of(tuple(end - start for start, end in pairwise([*starts, tokens])), position_ids.device)
 
 
 def on_device(device: torch.device | str) -> AbstractContextManager[object]:
