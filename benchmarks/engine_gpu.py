@@ -13,102 +13,30 @@ shape beside the same engine with exactness off, prefix sharing, random schedule
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import copy
 import gc
-import itertools
 import random
 import statistics
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from benchmarks import Report
-from benchmarks.gpu.inexact import InexactOps
 from benchmarks.gpu.loads import LOADS, measure_loads
 from benchmarks.gpu.peers import PEERS
-from benchmarks.gpu.random_models import FAMILIES, PROMPT, SHAPES, Prompts, model_of, prompts_of
-from benchmarks.shaken import UnprovenEngine, compare, shake
+from benchmarks.gpu.random_models import FAMILIES, PROMPT, SHAPES, model_of, prompts_of
+from benchmarks.gpu.runs import Run, count_differing, engine_of, generate, plain
+from benchmarks.shaken import compare, shake
 from tokentrue.engine import ExactEngine
 from tokentrue.engine.schedule import ScheduleLimits
-from tokentrue.numerics import exact, score
-from tokentrue.types import Completion, Sampling
 
 OUTPUT = 256
 COUNTS = (1, 32, 256)
-TRAINER_BATCH = 8
 STORM = 640
 """Requests of the random schedule, about 150 tokens each."""
-
-
-def plain(tokens: int, seed: int, temperature: float = 1.0) -> Sampling:
-    return Sampling(max_tokens=tokens, seed=seed, temperature=temperature, extra={"ignore_eos": True})
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    prompts: Prompts
-    completions: list[Completion]
-    seconds: float
-    temperatures: list[float]
-    adapters: Sequence[str | None] = ()
-
-    @property
-    def rate(self) -> float:
-        return sum(len(c.token_ids) for c in self.completions) / self.seconds
-
-    def first(self, count: int) -> Run:
-        return Run(self.prompts[:count], self.completions[:count], self.seconds, self.temperatures[:count])
-
-
-def generate(
-    engine: ExactEngine, prompts: Prompts, samplings: Sequence[Sampling], adapters: Sequence[str | None] = ()
-) -> Run:
-    """All at once through the public call."""
-    adapters = adapters or [None] * len(prompts)
-
-    async def ask() -> list[Completion]:
-        each = zip(prompts, samplings, adapters, strict=True)
-        return list(await asyncio.gather(*(engine.generate(p, s, adapter=a) for p, s, a in each)))
-
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    completions = asyncio.run(ask())
-    return Run(prompts, completions, time.perf_counter() - start, [s.temperature or 1.0 for s in samplings], adapters)
-
-
-def count_differing(model: Any, run: Run, leaves: int = 1) -> tuple[int, int]:
-    """(tokens whose log-probability differs in any bit from a plain trainer forward, tokens)."""
-    order = sorted(
-        range(len(run.prompts)),
-        key=lambda i: (run.temperatures[i], len(run.prompts[i]) + len(run.completions[i].token_ids)),
-    )
-    wrong = total = 0
-    with exact(model, leaves=leaves), torch.no_grad():
-        for temperature, group in itertools.groupby(order, key=lambda i: run.temperatures[i]):
-            for part in batches(list(group)):
-                rows = [[*run.prompts[i], *run.completions[i].token_ids] for i in part]
-                width = max(map(len, rows))
-                trainer = score(
-                    model,
-                    torch.tensor([row + [0] * (width - len(row)) for row in rows], device="cuda"),
-                    temperature=temperature,
-                )
-                for i, row, found in zip(part, rows, trainer, strict=True):
-                    rollout = torch.tensor(run.completions[i].logprobs, dtype=torch.float32, device="cuda")
-                    kept = found[len(run.prompts[i]) - 1 : len(row) - 1]
-                    wrong += int((kept.view(torch.int32) != rollout.view(torch.int32)).sum())
-                    total += len(rollout)
-    return wrong, total
-
-
-def batches(indices: list[int]) -> list[list[int]]:
-    return [indices[at : at + TRAINER_BATCH] for at in range(0, len(indices), TRAINER_BATCH)]
 
 
 def measure_median(engine: ExactEngine, count: int, repeats: int, output: int = OUTPUT) -> Run:
@@ -118,14 +46,6 @@ def measure_median(engine: ExactEngine, count: int, repeats: int, output: int = 
         prompts = prompts_of(count, PROMPT, seed=100 * count + i)
         runs.append(generate(engine, prompts, [plain(output if i else 20, seed=s) for s in range(count)]))
     return sorted(runs[1:], key=lambda r: r.rate)[repeats // 2]
-
-
-@contextlib.contextmanager
-def engine_of(model: Any, *, inexact: bool = False, **options: Any) -> Iterator[ExactEngine]:
-    with contextlib.ExitStack() as undo:
-        settings = {"max_len": 4096, "kv_tokens": 256 * 1280, "ops": InexactOps() if inexact else None, **options}
-        make = UnprovenEngine if inexact else ExactEngine
-        yield undo.enter_context(make(model, "cuda", "bfloat16", **settings))
 
 
 def bandwidth_limit(model: Any) -> float:

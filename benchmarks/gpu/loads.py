@@ -36,9 +36,9 @@ from benchmarks.gpu.random_models import (
     model_of,
     prompts_of,
 )
+from benchmarks.gpu.runs import Run, count_differing, engine_of, generate, plain
 
 if TYPE_CHECKING:
-    from benchmarks.engine_gpu import Run
     from tokentrue.engine import ExactEngine
     from tokentrue.types import Completion
 
@@ -131,8 +131,6 @@ def cells_of(found: PeerResult | None, exact_rate: float) -> tuple[str, str, str
 
 
 def measure_exact(shape: str, kinds: Sequence[str]) -> Iterator[Row]:
-    from benchmarks.engine_gpu import engine_of
-
     counts, output = counts_of(shape)
     tokens = max(counts) * (PROMPT + output + 256)
     options = {}
@@ -162,8 +160,6 @@ def measure_exact(shape: str, kinds: Sequence[str]) -> Iterator[Row]:
 
 
 def row(kind: str, model: Any, engine: ExactEngine, count: int, output: int, adapters: Sequence[str | None]) -> Row:
-    from benchmarks.engine_gpu import generate, plain
-
     runs = []
     for i in range(REPEATS + 1):
         chosen = list(itertools.islice(itertools.cycle(adapters), count))
@@ -193,7 +189,6 @@ def step_gigabytes(engine: ExactEngine, count: int, context: int) -> str:
 
 def differing(model: Any, engine: ExactEngine, run: Run) -> tuple[int, int]:
     """`count_differing` for each adapter, attached to the model's own forward as `exact(peft_model)` computes it."""
-    from benchmarks.engine_gpu import Run, count_differing
     from tokentrue.engine.adapters import attach_adapter
     from tokentrue.numerics.exact import STATE
 
@@ -215,8 +210,6 @@ def differing(model: Any, engine: ExactEngine, run: Run) -> tuple[int, int]:
 
 def agents(kind: str, model: Any, engine: ExactEngine, adapter: str | None) -> Iterator[Row]:
     """One round without, one with the openings in the prefix cache."""
-    from benchmarks.engine_gpu import Run, generate, plain
-
     generate(
         engine,
         prompts_of(SESSIONS, 600, seed=5),
@@ -234,8 +227,6 @@ def agents(kind: str, model: Any, engine: ExactEngine, adapter: str | None) -> I
 
 async def run_sessions(engine: ExactEngine, at: int, adapter: str | None) -> list[tuple[list[int], Completion]]:
     """The prompt and the completion of every turn. Each round samples other tokens: only openings are shared."""
-    from benchmarks.engine_gpu import plain
-
     openings, turns = prompts_of(GROUPS, OPENING, seed=6), list[tuple[list[int], Any]]()
 
     async def run_session(i: int) -> None:

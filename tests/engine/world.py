@@ -273,7 +273,7 @@ def operator_of(module: Any) -> str:
         return "activation"
     if modules.softmax_router(module) is not None:
         return "router"
-    return "experts" if modules.is_experts(dict(module.named_parameters(recurse=False))) else "functions"
+    return "experts" if modules.is_experts(module) else "functions"
 
 
 @contextmanager

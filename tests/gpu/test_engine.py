@@ -38,7 +38,8 @@ def test_random_schedule_has_the_trainers_bits() -> None:
 
 def test_replayed_prefills_have_the_trainers_bits() -> None:
     """Prompts around every captured size, alone and a few together; their first tokens come from a replayed step."""
-    from benchmarks import engine_gpu
+    from benchmarks.gpu import runs
+    from benchmarks.gpu.random_models import prompts_of
     from tokentrue.engine.graphs import SIZES
 
     groups = [
@@ -57,19 +58,17 @@ def test_replayed_prefills_have_the_trainers_bits() -> None:
         (120, 2, 300, 90),
     ]
     model = model_of("Qwen3")
-    with engine_gpu.engine_of(model, kv_tokens=24_000) as engine:
+    with runs.engine_of(model, kv_tokens=24_000) as engine:
         core = engine.core
         for seed, lengths in enumerate(groups):
-            prompts = [engine_gpu.prompts_of(1, length, seed=100 * seed + i)[0] for i, length in enumerate(lengths)]
-            requests = [engine.request(prompt, engine_gpu.plain(3, seed=seed)) for prompt in prompts]
+            prompts = [prompts_of(1, length, seed=100 * seed + i)[0] for i, length in enumerate(lengths)]
+            requests = [engine.request(prompt, runs.plain(3, seed=seed)) for prompt in prompts]
             for request in requests:
                 core.add(request)
             while core.busy:
                 core.step()
             completions = [request.completion("") for request in requests]
-            wrong, tokens = engine_gpu.count_differing(
-                model, engine_gpu.Run(prompts, completions, 1.0, [1.0] * len(prompts))
-            )
+            wrong, tokens = runs.count_differing(model, runs.Run(prompts, completions, 1.0, [1.0] * len(prompts)))
             assert tokens == 3 * len(lengths) and wrong == 0, (
                 f"prompts of {lengths}: {wrong} of {tokens} log-probabilities differ"
             )
@@ -79,30 +78,30 @@ def test_replayed_prefills_have_the_trainers_bits() -> None:
 
 def test_without_exact_operators_bits_differ() -> None:
     """The negative control of the test above."""
-    from benchmarks import engine_gpu
+    from benchmarks.gpu import runs
+    from benchmarks.gpu.random_models import prompts_of
 
     model = model_of("Qwen3")
-    prompts = engine_gpu.prompts_of(24, 200, seed=1)
-    with engine_gpu.engine_of(model, inexact=True, kv_tokens=24_000) as engine:
-        run = engine_gpu.generate(engine, prompts, [engine_gpu.plain(60, seed=i) for i in range(24)])
-    wrong, _ = engine_gpu.count_differing(model, run)
+    prompts = prompts_of(24, 200, seed=1)
+    with runs.engine_of(model, inexact=True, kv_tokens=24_000) as engine:
+        run = runs.generate(engine, prompts, [runs.plain(60, seed=i) for i in range(24)])
+    wrong, _ = runs.count_differing(model, run)
     assert wrong > 0
 
 
 def test_new_weights_between_bursts() -> None:
     """Tokens after a load are those of the new weights over the whole context, and carry its version."""
-    from benchmarks import engine_gpu
+    from benchmarks.gpu import runs
+    from benchmarks.gpu.random_models import prompts_of
     from tokentrue.numerics import exact, score
 
     model, other = model_of("Qwen3"), model_of("Qwen3")
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.01)
-    with engine_gpu.engine_of(model, kv_tokens=24_000, version=1) as engine:
+    with runs.engine_of(model, kv_tokens=24_000, version=1) as engine:
         core = engine.core
-        requests = [
-            engine.request(p, engine_gpu.plain(80, seed=i)) for i, p in enumerate(engine_gpu.prompts_of(6, 100, seed=2))
-        ]
+        requests = [engine.request(p, runs.plain(80, seed=i)) for i, p in enumerate(prompts_of(6, 100, seed=2))]
         for request in requests:
             core.add(request)
         while requests[0].num_sampled < 30:

@@ -86,13 +86,14 @@ def test_granite_under_a_random_schedule() -> None:
 
 
 def test_float16_has_the_trainers_bits() -> None:
-    from benchmarks import engine_gpu
+    from benchmarks.gpu import runs
+    from benchmarks.gpu.random_models import prompts_of
     from tokentrue.engine import ExactEngine
 
-    model, prompts = model_of("qwen3", torch.float16), engine_gpu.prompts_of(12, 150, seed=1)
+    model, prompts = model_of("qwen3", torch.float16), prompts_of(12, 150, seed=1)
     with ExactEngine(model, "cuda", "float16", max_len=4096, kv_tokens=24_000) as engine:
-        run = engine_gpu.generate(engine, prompts, [engine_gpu.plain(60, seed=i) for i in range(12)])
-    assert engine_gpu.count_differing(model, run) == (0, 720)
+        run = runs.generate(engine, prompts, [runs.plain(60, seed=i) for i in range(12)])
+    assert runs.count_differing(model, run) == (0, 720)
 
 
 def adapter_state(
@@ -117,7 +118,8 @@ def test_adapters_have_the_bits_of_the_adapted_model() -> None:
 
 def check_adapters(dtype: torch.dtype) -> None:
     """Rows of two adapters and of none in one captured step; one of them is then replaced in place."""
-    from benchmarks import engine_gpu
+    from benchmarks.gpu import runs
+    from benchmarks.gpu.random_models import prompts_of
     from tokentrue.engine.adapters import attach_adapter
     from tokentrue.numerics import exact, score
     from tokentrue.numerics.exact import STATE
@@ -127,15 +129,15 @@ def check_adapters(dtype: torch.dtype) -> None:
     wide, hidden, inner = config.num_attention_heads * config.head_dim, config.hidden_size, config.intermediate_size
     few = {"self_attn.q_proj": (hidden, wide), "mlp.down_proj": (inner, hidden)}
     many = {**few, "self_attn.o_proj": (wide, hidden), "mlp.up_proj": (hidden, inner)}
-    prompts = engine_gpu.prompts_of(9, 100, seed=2)
-    with engine_gpu.engine_of(model, kv_tokens=24_000) as engine:
+    prompts = prompts_of(9, 100, seed=2)
+    with runs.engine_of(model, kv_tokens=24_000) as engine:
         engine.load_adapter("a", adapter_state(many, 8, dtype, seed=3), config={"lora_alpha": 16})
         engine.load_adapter("b", adapter_state(few, 24, dtype, seed=4), config={"lora_alpha": 5})
         generation = engine.core.local.forward.bank.generation
         for seed in (3, 5):  # the second time with other weights in the place of "a"
             engine.load_adapter("a", adapter_state(many, 8, dtype, seed=seed))
             requests = [
-                engine.request(p, engine_gpu.plain(40, seed=i), adapter=(None, "a", "b")[i % 3])
+                engine.request(p, runs.plain(40, seed=i), adapter=(None, "a", "b")[i % 3])
                 for i, p in enumerate(prompts)
             ]
             for request in requests:

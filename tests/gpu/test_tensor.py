@@ -36,17 +36,18 @@ def test_sums_do_not_depend_on_rows_or_ranks() -> None:
 
 def check_sizes(family: str, sizes: tuple[int, ...]) -> None:
     """Engines of processes that share the device have one process's answers, and the trainer's bits."""
-    from benchmarks import engine_gpu
+    from benchmarks.gpu import runs
+    from benchmarks.gpu.random_models import prompts_of
     from tokentrue.engine import ExactEngine
 
-    prompts, samplings = engine_gpu.prompts_of(8, 150, seed=1), [engine_gpu.plain(16, seed=i) for i in range(8)]
+    prompts, samplings = prompts_of(8, 150, seed=1), [runs.plain(16, seed=i) for i in range(8)]
     model, found = model_of(family), []
     for size in sizes:
         with ExactEngine(
             copy.deepcopy(model), "cuda", "bfloat16", tensor=size, leaves=8, max_len=4096, kv_tokens=24_000
         ) as engine:
-            run = engine_gpu.generate(engine, prompts, samplings)
-        assert engine_gpu.count_differing(model, run, 8) == (0, 128), (family, size)
+            run = runs.generate(engine, prompts, samplings)
+        assert runs.count_differing(model, run, 8) == (0, 128), (family, size)
         found.append([(c.token_ids, c.logprobs, c.fingerprint) for c in run.completions])
     assert all(one == found[0] for one in found), family
 

@@ -5,8 +5,6 @@ peft's LoraConfig (0.21) that is neither read nor ignored is refused by name, un
 the installed peft: it may change the computation.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -49,6 +47,34 @@ CONVERT = (
 )
 
 
+class LoraSettings(msgspec.Struct):
+    """What decides the factor of B·A. Patterns are peft's regular expressions for the names of modules."""
+
+    r: Number | None = None
+    rank_pattern: dict[str, Number] | None = None
+    lora_alpha: Number | None = None
+    alpha_pattern: dict[str, Number] | None = None
+    use_rslora: bool | None = None
+
+    def scale(self, where: str, module: str, rank: int) -> float:
+        """alpha / rank, or alpha / sqrt(rank) with rslora; raises if `rank` differs from the configured one."""
+
+        def find(patterns: Mapping[str, float] | None, default: float | None) -> float | None:
+            matching = (value for text, value in (patterns or {}).items() if re.match(rf"(.*\.)?({text})$", module))
+            return next(matching, default)
+
+        try:
+            wanted, alpha = find(self.rank_pattern, self.r), find(self.alpha_pattern, self.lora_alpha)
+        except re.error as error:
+            said = f"{error.pattern!r} in rank_pattern or alpha_pattern is no regular expression: {error}"
+            raise ConfigError(f"{where}: {said}") from error
+        if wanted is not None and wanted != rank:
+            raise EngineError(f"{where}: r is {wanted:g} for {module}, but its lora_A has {rank} rows")
+        if alpha is None:
+            raise ConfigError(f"{where}: lora_alpha is missing")
+        return alpha / (rank**0.5 if self.use_rslora else rank)
+
+
 def read_settings(where: str, config: AdapterConfig) -> LoraSettings:
     """Raises unless the adapter computes W + scale·B·A over unchanged base weights."""
     kind = config.get("peft_type") or "LORA"
@@ -83,34 +109,6 @@ def peft_default(field: str) -> Any:
     except ImportError:
         return None
     return getattr(LoraConfig(), field, None)
-
-
-class LoraSettings(msgspec.Struct):
-    """What decides the factor of B·A. Patterns are peft's regular expressions for the names of modules."""
-
-    r: Number | None = None
-    rank_pattern: dict[str, Number] | None = None
-    lora_alpha: Number | None = None
-    alpha_pattern: dict[str, Number] | None = None
-    use_rslora: bool | None = None
-
-    def scale(self, where: str, module: str, rank: int) -> float:
-        """alpha / rank, or alpha / sqrt(rank) with rslora; raises if `rank` differs from the configured one."""
-
-        def find(patterns: Mapping[str, float] | None, default: float | None) -> float | None:
-            matching = (value for text, value in (patterns or {}).items() if re.match(rf"(.*\.)?({text})$", module))
-            return next(matching, default)
-
-        try:
-            wanted, alpha = find(self.rank_pattern, self.r), find(self.alpha_pattern, self.lora_alpha)
-        except re.error as error:
-            said = f"{error.pattern!r} in rank_pattern or alpha_pattern is no regular expression: {error}"
-            raise ConfigError(f"{where}: {said}") from error
-        if wanted is not None and wanted != rank:
-            raise EngineError(f"{where}: r is {wanted:g} for {module}, but its lora_A has {rank} rows")
-        if alpha is None:
-            raise ConfigError(f"{where}: lora_alpha is missing")
-        return alpha / (rank**0.5 if self.use_rslora else rank)
 
 
 # The merged products of a layer, and the projections side by side in each.

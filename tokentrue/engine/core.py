@@ -199,8 +199,13 @@ class Core:
                 self.end(request, Finish.ABORT)
         if self.broken:
             self.fail_all(EngineError(self.broken))
-        if self.bursts is not None and self.bursts.in_flight is not None:
-            self.proceed(self.bursts, self.bursts.in_flight.requests)
+        if self.bursts is not None and (burst := self.bursts.in_flight) is not None:
+            try:
+                self.bursts.proceed()
+            except Exception as error:
+                self.bursts.in_flight = None
+                for request in burst.requests:
+                    self.fail(request, error)
             return True
         batch = self.scheduler.next_batch()
         if not batch:
@@ -217,14 +222,6 @@ class Core:
                 self.broken = self.runner.dead
                 self.fail_all(EngineError(self.broken))
         return True
-
-    def proceed(self, bursts: Bursts, requests: Sequence[Request]) -> None:
-        try:
-            bursts.proceed()
-        except Exception as error:
-            bursts.in_flight = None
-            for request in requests:
-                self.fail(request, error)
 
     def drain(self) -> None:
         if self.bursts is not None:

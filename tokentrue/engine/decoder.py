@@ -5,7 +5,7 @@ plain dense form run their own code on exact operators. Reading can fail silentl
 logits must equal the model's, bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -241,13 +241,7 @@ def check_shape(model: Any, heads: tuple[type, ...] = (nn.Linear,)) -> None:
 
 
 def read_embedding(module: nn.Module, scale: float | None) -> Callable[[Tensor], Tensor]:
-    """Calls the module itself if it does more than a lookup."""
-    if scale is not None:
-        return lambda ids: module(ids) * scale
-    if type(module) is not nn.Embedding or module.max_norm is not None:
-        return module
-    weight = module.weight.data
-    return lambda ids: torch.embedding(weight, ids)
+    return module if scale is None else lambda ids: module(ids) * scale
 
 
 def read_layer(name: str, layer: nn.Module, heads: tuple[int, int, int], ops: Ops) -> Layer:
@@ -322,18 +316,16 @@ def read_mlp(name: str, mlp: Any) -> Dense | Callable[[Tensor], Tensor]:
 
 
 def merge(*linears: nn.Linear) -> Product:
-    """Merges all weights into one tensor; the modules keep views of it, so loading into them loads here."""
-    with torch.no_grad():
-        weight = torch.cat([m.weight.data for m in linears])
-        bias = None if linears[0].bias is None else torch.cat([m.bias.data for m in linears])
-        start = 0
-        for m in linears:
-            stop = start + m.weight.shape[0]
-            m.weight.data = weight[start:stop]
-            if bias is not None:
-                m.bias.data = bias[start:stop]
-            start = stop
-    return Product(weight, bias)
+    weight = merge_parameters([m.weight for m in linears])
+    return Product(weight, None if linears[0].bias is None else merge_parameters([m.bias for m in linears]))
+
+
+def merge_parameters(parts: Sequence[Tensor]) -> Tensor:
+    """Merges all into one tensor; they become views of it, so loading into them loads here."""
+    whole = torch.cat([part.data for part in parts])
+    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = view
+    return whole
 
 
 def rope_axes(rotary: Any, device: torch.device) -> Tensor:

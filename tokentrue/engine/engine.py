@@ -1,7 +1,5 @@
 """ExactEngine: the facade. One thread owns the core; calls from asyncio tasks and other threads are batched."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets
@@ -10,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -322,7 +320,7 @@ class ExactEngine:
         self.core.close()
         self._undo.close()
 
-    def __enter__(self) -> ExactEngine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -330,7 +328,7 @@ class ExactEngine:
 
 
 def has_experts(model: nn.Module) -> bool:
-    return any(is_experts(dict(module.named_parameters(recurse=False))) for module in model.modules())
+    return any(map(is_experts, model.modules()))
 
 
 def eos_of(model: Any) -> tuple[int, ...]:

@@ -1,7 +1,5 @@
 """Tensors in, logits out: one decoder step over the paged cache. The only engine file that does arithmetic."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +34,6 @@ class StepTensors:
     ropes: Ropes
     adapted: RowSlots | None
     state_slots: Tensor | None
-    copies: int  # copies of a lone token, see `Ops.least_rows`
 
 
 class Forward:
@@ -99,7 +96,8 @@ class Forward:
     def compute(self, inputs: StepInputs, x: Tensor, seen: VisualRows | None = None) -> Tensor:
         """[T,K] after this decoder's layers, for the input of the first."""
         paged = paged_batch(inputs, self.ops.block_size, self.device)
-        slots = self.prepare_states(inputs)
+        self.copy_states(inputs.state_copies)
+        slots = torch.tensor(inputs.state_slots, device=self.device) if inputs.state_slots else None
         h, x = self.layers(x, paged, self.bank.rows_of(inputs.adapters, inputs.counts, self.device), slots, seen)
         return x + h
 
@@ -137,15 +135,8 @@ class Forward:
         finally:
             self.ops.routes = None
 
-    def prepare_states(self, inputs: StepInputs) -> Tensor | None:
-        """Executes the queued copies between state slots; returns the slots of the step's requests."""
-        if not inputs.state_slots:
-            return None
-        self.copy_states(inputs.state_copies)
-        return torch.tensor(inputs.state_slots, device=self.device)
-
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        """(from, to), in order."""
+        """Executes the queued copies between state slots (from, to), in order."""
         for source, target in copies:
             for tensor in self.states:
                 tensor[:, target].copy_(tensor[:, source])
@@ -156,14 +147,9 @@ class Forward:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(h, x): what the last layer adds, and the residual [T,K]. The norm that reads a sum computes it."""
         ropes: Ropes = {None: (None, None), **self.angles(batch)}
-        lone = self.plain and self.trace is None and adapted is None and x.shape[0] < self.ops.least_rows
-        copies = self.ops.least_rows if lone else 1
         sequences = Packed(cu_seqlens=batch.cu_q, lengths=batch.q_lens)
-        step = StepTensors(
-            batch=batch, sequences=sequences, ropes=ropes, adapted=adapted, state_slots=state_slots, copies=copies
-        )
+        step = StepTensors(batch=batch, sequences=sequences, ropes=ropes, adapted=adapted, state_slots=state_slots)
         h: Tensor | None = None
-        x = x.repeat(copies, 1) if lone else x
         for index, layer in enumerate(self.decoder.layers):
             h, x = self.mix(index, layer, h, x, step)
             h, x = self.mlp(index, layer, self.scale(h), x, step)
@@ -172,7 +158,7 @@ class Forward:
                 x = x + h
                 h, x = None, x.index_copy(0, seen.rows, x.index_select(0, seen.rows) + seen.added[index])
         assert h is not None
-        return (h[:1], x[:1]) if lone else (h, x)
+        return h, x
 
     def angles(self, batch: PagedBatch) -> dict[str, Pair]:
         """Cosine and sine of each token's position or, with images, of its place in time, height and width."""
@@ -190,7 +176,7 @@ class Forward:
         mixer = layer.mixer
         if isinstance(mixer, Attention):
             qkv, x = self.project(index, "qkv", layer.before_attention, h, x, mixer.qkv, step)
-            attended = self.attend(index, mixer, qkv[:1] if step.copies > 1 else qkv, step)
+            attended = self.attend(index, mixer, qkv, step)
         elif isinstance(mixer, GatedDelta):
             assert mixer.merged is not None and step.state_slots is not None
             inputs, x = self.project(index, "inputs", layer.before_attention, h, x, Product(*mixer.merged), step)
@@ -203,8 +189,7 @@ class Forward:
             cos, sin = step.ropes[mixer.rope]
             assert cos is not None and sin is not None
             attended = mixer.attend(self.ops, normed, cos, sin, self.caches[index], step.batch)
-        rows = attended.repeat(step.copies, 1) if step.copies > 1 else attended
-        out = self.multiply(index, "out", rows, mixer.out, step)
+        out = self.multiply(index, "out", attended, mixer.out, step)
         return self.norm(layer.after_attention, self.record(f"layers.{index}.attention", out)), x
 
     def attend(self, index: int, mixer: Attention, qkv: Tensor, step: StepTensors) -> Tensor:

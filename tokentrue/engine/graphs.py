@@ -110,8 +110,7 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
     def go_on(self, requests: Sequence[Request], steps: int) -> Pending:
         """Continues the rows of the last launch before the host saw their tokens; only blocks may have grown."""
         graph, rows = self.graph_for(requests)
-        rows.tables.copy_(self.table_of(requests, rows.ids.shape[0]).pin_memory(), non_blocking=True)
-        rows.states.copy_(self.states_of(requests, rows.ids.shape[0]).pin_memory(), non_blocking=True)
+        self.fill_memory(rows, requests)
         rows.starts.copy_(rows.positions)
         page = self.forward.ops.block_size  # the last step chose the next slot before these blocks were known
         block = rows.tables.gather(1, (rows.positions // page).clamp_(max=self.width - 1)[:, None])[:, 0]
@@ -129,14 +128,13 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
         done.record()
         return Pending(ids=ids, logprobs=logprobs, done=done)
 
-    def table_of(self, requests: Sequence[Request], size: int) -> Tensor:
-        return torch.from_numpy(table_of([request.blocks for request in requests], size, self.width))
-
-    def states_of(self, requests: Sequence[Request], size: int) -> Tensor:
-        """Slots of their recurrent states; a finished request has given its slot up."""
-        spare = self.forward.num_states
+    def fill_memory(self, rows: Rows, requests: Sequence[Request]) -> None:
+        """Blocks, and slots of recurrent states; a finished request has given its slot up."""
+        size, spare = rows.ids.shape[0], self.forward.num_states
+        tables = torch.from_numpy(table_of([request.blocks for request in requests], size, self.width))
         slots = [spare if request.state_slot is None else request.state_slot for request in requests]
-        return torch.tensor([*slots, *[spare] * (size - len(slots))])
+        rows.tables.copy_(tables.pin_memory(), non_blocking=True)
+        rows.states.copy_(torch.tensor([*slots, *[spare] * (size - len(slots))]).pin_memory(), non_blocking=True)
 
     def graph_for(self, requests: Sequence[Request]) -> tuple[torch.cuda.CUDAGraph, Rows]:
         size = next(b for b in BUCKETS if b >= len(requests))
@@ -167,8 +165,7 @@ class DecodeGraphs(Graphs["tuple[torch.cuda.CUDAGraph, Rows]"]):
         state_d, numbers_d = (
             torch.from_numpy(a).pin_memory().to(rows.ids.device, non_blocking=True) for a in (state, numbers)
         )
-        rows.tables.copy_(self.table_of(requests, size).pin_memory(), non_blocking=True)
-        rows.states.copy_(self.states_of(requests, size).pin_memory(), non_blocking=True)
+        self.fill_memory(rows, requests)
         for at, target in enumerate((rows.ids, rows.positions, rows.slots, rows.keys, rows.adapters, rows.shifts)):
             target.copy_(state_d[at])
         rows.starts.copy_(state_d[1])

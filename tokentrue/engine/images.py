@@ -1,11 +1,9 @@
 """The images of requests, and their features, computed once for each image and version of the weights."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -37,7 +35,7 @@ class RequestImages:
     positions: Tensor
 
     @classmethod
-    def read(cls, images: Sequence[PromptImage], reader: PixelReader, merge: int) -> RequestImages:
+    def read(cls, images: Sequence[PromptImage], reader: PixelReader, merge: int) -> Self:
         runs = [image.run for image in images]
         own = tuple(
             RequestImage(

@@ -503,7 +503,7 @@ class Rank(Stage):
             bias = model.lm_head.bias is not None
             model.lm_head = nn.Linear(config.hidden_size, len(self._columns[index]), bias=bias)
         for module in model.modules():
-            if is_experts(dict(module.named_parameters(recurse=False))):
+            if is_experts(module):
                 for name, value in list(module.named_parameters(recurse=False)):
                     setattr(module, name, nn.Parameter(value.chunk(size)[index], requires_grad=False))
         return model

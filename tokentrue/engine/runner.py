@@ -1,12 +1,10 @@
 """Computes the core's steps in this process; `processes.Processes` does so in several."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -109,7 +107,7 @@ class Sizes:
     num_states: int | None  # recurrent-state slots of a hybrid model
 
     @classmethod
-    def of(cls, decoder: Decoder, ops: Ops, *, num_blocks: int, limits: ScheduleLimits) -> Sizes:
+    def of(cls, decoder: Decoder, ops: Ops, *, num_blocks: int, limits: ScheduleLimits) -> Self:
         return cls(
             vocabulary=decoder.vocabulary, max_positions=decoder.max_positions, block_size=ops.block_size, num_blocks=num_blocks,
             num_states=states_for(decoder, limits),

@@ -252,7 +252,6 @@ class StatePool:
     Copies between slots are queued and executed, in order, before the next step. Slot 0 is always zero."""
 
     def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
         self._free = list(range(num_slots - 1, 0, -1))
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()
         self._copies: list[tuple[int, int]] = []
@@ -317,9 +316,12 @@ class Work:
 
 
 def cut_steps(
-    scheduler: Scheduler, ids: Sequence[int], pieces: Sequence[int], adapter: str | None = None,
+    scheduler: Scheduler,
+    ids: Sequence[int],
+    pieces: Sequence[int],
+    adapter: str | None = None,
     images: RequestImages | None = None,
-) -> list[StepInputs]:  # fmt: skip
+) -> list[StepInputs]:
     """Steps that compute `ids` piece by piece (cycling through `pieces`); their blocks are free afterwards."""
     request = Request(
         prompt_ids=tuple(ids), sampling=Sampling(), seed=0, stop_ids=frozenset(), max_tokens=1, adapter=adapter, images=images

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tokentrue.errors import ConfigError, EngineError, ExactnessError, FileFormatError
@@ -109,15 +110,12 @@ def target_of(targets: Mapping[str, Tensor], name: str, value: Any) -> Tensor:
 
 def read_directory(path: Path, targets: Mapping[str, Tensor], model: Any) -> Mapping[str, Any]:
     """Reads safetensors directly if the names are the model's, else through transformers' conversion."""
-    from safetensors import safe_open
-
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileFormatError(f"{path} holds no *.safetensors")
     found: dict[str, Any] = {}
     for file in files:
-        with safe_open(file, framework="pt") as handle:
-            found.update((name, handle.get_tensor(name)) for name in handle.keys())  # noqa: SIM118
+        found.update(load_file(file))
     if set(found) <= set(targets):
         return found
     other = read_model(path, next(model.parameters()).dtype)

@@ -4,16 +4,14 @@ No process-wide state changes: a replaced `forward` is set on the module object,
 transformers' AttentionInterface under our name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from itertools import pairwise
 from operator import is_
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +81,7 @@ def shapes_of(model: nn.Module, leaves: int = 1) -> ModelShapes:
             n, k = module.weight.flatten(1).shape
             linears[module.weight.dtype].add((k, n, module.bias is not None))
         parameters = dict(module.named_parameters(recurse=False))
-        if is_experts(parameters):
+        if is_experts(module):
             for name in ("gate_up_proj", "down_proj"):
                 _, n, k = parameters[name].shape
                 shape = (n, k, False) if getattr(module, "is_transposed", False) else (k, n, False)
@@ -128,7 +126,7 @@ class AttentionParts:
     modules: tuple[nn.Module, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> AttentionParts:
+    def of(cls, model: nn.Module) -> Self:
         owned = (getattr(module, "config", None) for module in model.modules())
         configs = {id(config): config for config in owned if hasattr(config, "_attn_implementation")}
         modules = (
@@ -206,8 +204,7 @@ def packed_from_positions(position_ids: Tensor | None, batch: int, tokens: int) 
     starts = (position_ids.reshape(-1) == 0).nonzero().squeeze(-1).tolist()
     if len(starts) < 2:
         return None
-    ends = [*starts[1:], tokens]
-    return Packed.of(tuple(end - start for start, end in zip(starts, ends, strict=True)), position_ids.device)
+    return Packed.of(tuple(end - start for start, end in pairwise([*starts, tokens])), position_ids.device)
 
 
 def on_device(device: torch.device | str) -> AbstractContextManager[object]:
@@ -231,15 +228,7 @@ def ops_for(device: torch.device | str, leaves: int = 1) -> Ops:
     return ops
 
 
-STATE = "_tokentrue_exact"
-
-
-@dataclass(slots=True)
-class State:
-    ops: Ops
-    contract: Contract
-
-
+STATE = "_tokentrue_exact"  # the active `Preparation`, inside an exact block
 PREPARED = "_tokentrue_prepared"
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 CONTAINERS = frozenset({dict, list, tuple, set})
@@ -255,7 +244,7 @@ class Signature:
     objects: tuple[object, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Signature:
+    def of(cls, model: nn.Module) -> Self:
         values, objects = list[object](), list[object]()
         stack, seen, configs = [model], set[int](), dict[int, Any]()
         while stack:  # `named_modules` costs more than the rest
@@ -290,7 +279,7 @@ class Signature:
         values += (repr(vars(config)) for config in configs.values())
         return cls(values=tuple(values), objects=tuple(objects))
 
-    def matches(self, other: Signature) -> bool:
+    def matches(self, other: Self) -> bool:
         same = len(self.objects) == len(other.objects) and all(map(is_, self.objects, other.objects))
         return same and self.values == other.values
 
@@ -306,7 +295,7 @@ class Preparation:
     contract: Contract
 
     @classmethod
-    def of(cls, model: nn.Module, ops: Ops, shapes: ModelShapes | None = None) -> Preparation:
+    def of(cls, model: nn.Module, ops: Ops, shapes: ModelShapes | None = None) -> Self:
         if ops.leaves != 1 and shapes is None:
             check_leaves(model, ops.leaves)
         plan, attention = plan_of(model, ops), AttentionParts.of(model)
@@ -345,17 +334,16 @@ def exact(
     `leaves`: as many as an engine with tensor parallelism has (`engine.leaves`). `shapes`: of the whole model, if this
     is a part of one.
     """
-    active: State | None = model.__dict__.get(STATE)
+    active: Preparation | None = model.__dict__.get(STATE)
     if active is not None:
         if leaves not in (None, active.ops.leaves):
             raise ExactnessError(f"leaves={leaves} inside an exact block of this model with leaves={active.ops.leaves}")
         yield active.contract
         return
     found = prepare(model, 1 if leaves is None else leaves) if ops is None else Preparation.of(model, ops, shapes)
-    ops, contract = found.ops, found.contract
     with ExitStack() as undo:
         for module, forward in found.plan:
             replace_attribute(module, "forward", forward, undo)
-        found.attention.attach(ops, undo)
-        replace_attribute(model, STATE, State(ops=ops, contract=contract), undo)
-        yield contract
+        found.attention.attach(found.ops, undo)
+        replace_attribute(model, STATE, found, undo)
+        yield found.contract

@@ -8,13 +8,11 @@ backward. Rows are independent, so the cut changes no bit; gradients of the weig
 float32, in order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 from tokentrue.errors import ExactnessError, InputError
 from tokentrue.numerics.cpu.arithmetic import multiply
-from tokentrue.numerics.exact import STATE, State, exact
+from tokentrue.numerics.exact import STATE, Preparation, exact
 from tokentrue.numerics.modules import replace_attribute
 from tokentrue.numerics.ops import Ops, Packed, same_bits
 from tokentrue.numerics.vision import SeenImages
@@ -39,15 +37,15 @@ class KeptRows:
     token_ids: Tensor  # int64 [N]
     offsets: Tensor  # int64 [R+1]
 
-    def of(self, rows: slice) -> KeptRows:
+    def of(self, rows: slice) -> Self:
         offsets = self.offsets[rows.start : rows.stop + 1]
-        return KeptRows(token_ids=self.token_ids[int(offsets[0]) : int(offsets[-1])], offsets=offsets - offsets[0])
+        return replace(self, token_ids=self.token_ids[int(offsets[0]) : int(offsets[-1])], offsets=offsets - offsets[0])
 
-    def take(self, rows: Tensor) -> KeptRows:
+    def take(self, rows: Tensor) -> Self:
         counts = self.offsets.diff()
         ids = self.token_ids.split(counts.tolist())
         taken = [ids[row] for row in rows.tolist()] or [self.token_ids[:0]]
-        return KeptRows(token_ids=torch.cat(taken), offsets=F.pad(counts[rows].cumsum(0), (1, 0)))
+        return replace(self, token_ids=torch.cat(taken), offsets=F.pad(counts[rows].cumsum(0), (1, 0)))
 
     def removed(self, vocabulary: int) -> Tensor:
         """bool [R, V]."""
@@ -57,8 +55,8 @@ class KeptRows:
         table[rows, self.token_ids] = False
         return table
 
-    def to(self, device: torch.device) -> KeptRows:
-        return KeptRows(token_ids=self.token_ids.to(device), offsets=self.offsets.to(device))
+    def to(self, device: torch.device) -> Self:
+        return replace(self, token_ids=self.token_ids.to(device), offsets=self.offsets.to(device))
 
 
 def remove_filtered(scaled_RV: Tensor, kept: KeptRows | None) -> Tensor:
@@ -121,7 +119,7 @@ class HeadSettings:
     def is_plain(self) -> bool:
         return not isinstance(self.temperature, Tensor) and self.temperature == 1.0
 
-    def of(self, rows: slice) -> HeadSettings:
+    def of(self, rows: slice) -> Self:
         temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
         kept, more = self.kept, self.more_ids
         return replace(
@@ -260,15 +258,43 @@ def scores_of(
 
 
 def head_scores(
-    model: nn.Module, ids_BT: Tensor, packed: Packed | None, targets: Tensor, temperature: float | Tensor, *, entropy: bool,
+    model: Any, ids_BT: Tensor, packed: Packed | None, targets_BR: Tensor, temperature: float | Tensor, *, entropy: bool,
     kept: KeptRows | None, images: SeenImages | None, more_ids: Tensor | None, chosen: Sequence[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """[B,R,2+K]: scores of the `targets` [B,R], which the `chosen` positions predict; None: all but the last."""
+    """[B,R,2+K]: scores of the targets, which the `chosen` positions predict; None: all but the last. The output head
+    returns them instead of logits (inside forward, for FSDP2)."""
     if not bool((torch.as_tensor(temperature) > 0).all()):
         raise InputError(
             f"score: temperature must be > 0, got {temperature}; greedy decoding has no log-probabilities of its own"
         )
-    with exact(model), scoring_head(model, targets, temperature, entropy, kept, more_ids, chosen) as made:
+    made: list[Tensor] = []
+    with exact(model), ExitStack() as undo:
+        active: Preparation = model.__dict__[STATE]
+        head, config = model.get_output_embeddings(), model.config.get_text_config()
+        if not isinstance(head, nn.Linear):
+            raise ExactnessError(
+                f"the output head is a {type(head).__name__}, not a plain linear: its scores have no exact form"
+            )
+        softcap, divisor = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_scaling"))
+        settings = HeadSettings(
+            ops=active.ops, temperature=temperature, softcap=softcap, divisor=divisor, entropy=entropy, kept=kept,
+            more_ids=more_ids,
+        )  # fmt: skip
+
+        def forward(hidden: Tensor) -> Tensor:
+            used = hidden[:, :-1] if chosen is None else hidden
+            flat: Any = used.reshape(-1, hidden.shape[-1])
+            flat = flat if chosen is None else TakeRows.apply(flat, chosen)
+            scores: Any = HeadScores.apply(flat, head.weight, head.bias, targets_BR.reshape(-1), settings)
+            made.append(scores.view(*targets_BR.shape, scores.shape[-1]))
+            return made[-1]
+
+        replace_attribute(head, "forward", forward, undo)
+        # The model's own code leaves the scores as they are.
+        for name, value, neutral in (("final_logit_softcapping", softcap, None), ("logits_scaling", divisor, 1.0)):
+            if value is not None:
+                undo.callback(setattr, config, name, value)
+                setattr(config, name, neutral)
         found = logits_of(model, ids_BT, packed, images)
         if len(made) != 1 or not same_bits(found.detach().float(), made[0].detach()):
             raise ExactnessError(f"{type(model).__name__} changes its logits after the output head: no exact form")
@@ -290,43 +316,6 @@ class TakeRows(torch.autograd.Function):
         for piece, gradient in zip(ctx.pieces, grads[0].split([len(piece) for piece in ctx.pieces]), strict=True):
             total.index_add_(0, piece, gradient.float())
         return total.to(ctx.dtype), None
-
-
-@contextmanager
-def scoring_head(
-    model: Any, targets_BR: Tensor, temperature: float | Tensor, entropy: bool, kept: KeptRows | None = None,
-    more_ids: Tensor | None = None, chosen: Sequence[Tensor] | None = None,
-) -> Iterator[list[Tensor]]:  # fmt: skip
-    """While the block runs, the output head returns scores [B,R,2+K] instead of logits (inside forward, for FSDP2)."""
-    state: State = model.__dict__[STATE]
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
-    if not isinstance(head, nn.Linear):
-        raise ExactnessError(
-            f"the output head is a {type(head).__name__}, not a plain linear: its scores have no exact form"
-        )
-    softcap, divisor = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_scaling"))
-    settings = HeadSettings(
-        ops=state.ops, temperature=temperature, softcap=softcap, divisor=divisor, entropy=entropy, kept=kept,
-        more_ids=more_ids,
-    )  # fmt: skip
-    made: list[Tensor] = []
-
-    def forward(hidden: Tensor) -> Tensor:
-        used = hidden[:, :-1] if chosen is None else hidden
-        flat: Any = used.reshape(-1, hidden.shape[-1])
-        flat = flat if chosen is None else TakeRows.apply(flat, chosen)
-        scores: Any = HeadScores.apply(flat, head.weight, head.bias, targets_BR.reshape(-1), settings)
-        made.append(scores.view(*targets_BR.shape, scores.shape[-1]))
-        return made[-1]
-
-    with ExitStack() as undo:
-        replace_attribute(head, "forward", forward, undo)
-        # The model's own code leaves the scores as they are.
-        for name, value, neutral in (("final_logit_softcapping", softcap, None), ("logits_scaling", divisor, 1.0)):
-            if value is not None:
-                undo.callback(setattr, config, name, value)
-                setattr(config, name, neutral)
-        yield made
 
 
 def logits_of(

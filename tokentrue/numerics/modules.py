@@ -203,7 +203,7 @@ def exact_form(name: str, module: Any, ops: Ops) -> Forward | None:
         return unguard(lambda x: ops.activation(x, kind))
     if (normalise := softmax_router(module)) is not None:
         return router_forward(module, ops, normalise)
-    if is_experts(dict(module.named_parameters(recurse=False))):
+    if is_experts(module):
         return unguard(experts_forward(name, module, ops))
     return None
 
@@ -345,7 +345,8 @@ def activation_kind(module: nn.Module) -> str | None:
     return None
 
 
-def is_experts(parameters: dict[str, nn.Parameter]) -> bool:
+def is_experts(module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters(recurse=False))
     return {"gate_up_proj", "down_proj"} <= parameters.keys() and parameters["gate_up_proj"].dim() == 3
 
 

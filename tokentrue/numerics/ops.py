@@ -12,13 +12,11 @@ and always zero: padding of the block tables. Entries are always finite. The tok
 block `table[p // B]`, row `p % B`; its slot is `block * B + p % B`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -78,7 +76,7 @@ class Packed:
     branches: Branches | None = None
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Packed:
+    def of(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Self:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return cls(cu_seqlens=ends.to(device), lengths=lengths)
 
@@ -262,8 +260,6 @@ class Ops(ABC):
     """
 
     block_size: int
-    # Fewer rows cost more than this many: a lone token may be repeated this many times.
-    least_rows: int = 1
     # Whether `token_logprobs` and `logits_gradient` take logits in the model's dtype.
     reads_16bit: bool = False
     # While it is a list, every mixture of experts appends its choice [T,k] and the weights.
@@ -468,13 +464,9 @@ class Ops(ABC):
         split = qkv.view(-1, h + 2 * j, d)
         qk, v = split[:, : h + j], split[:, h + j :]
         if norm is not None:
-            qk = self.norm_heads(qk, norm, h)
+            q = self.rms_norm(qk[:, :h], norm.q_weight, norm.eps, form=norm.form)
+            qk = torch.cat((q, self.rms_norm(qk[:, h:], norm.k_weight, norm.eps, form=norm.form)), 1)
         if cos is not None and sin is not None:
             qk = self.rotary(qk, cos, sin)
         self.store_kv(qk[:, h:], v, k_cache, v_cache, batch.slots)
         return qk[:, :h]
-
-    def norm_heads(self, qk: Tensor, norm: HeadNorm, query_heads: int) -> Tensor:
-        q, k = qk[:, :query_heads], qk[:, query_heads:]
-        q = self.rms_norm(q, norm.q_weight, norm.eps, form=norm.form)
-        return torch.cat((q, self.rms_norm(k, norm.k_weight, norm.eps, form=norm.form)), 1)

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tokentrue.errors import InputError
 from tokentrue.json_types import JsonObject
+from tokentrue.numerics.modules import replace_attribute
 from tokentrue.routing_replay import FREE
 from tokentrue.types import RoutedExperts, Sample
 
@@ -87,11 +88,7 @@ def replay_routing(model: nn.Module, experts: Tensor, weights: Tensor | None = N
     with ExitStack() as undo:
         for layer, (name, router) in enumerate(found):
             replayer = _replayer(name, router, experts[:, layer].long(), None if weights is None else weights[:, layer])
-            if (own := router.__dict__.get("forward")) is None:
-                undo.callback(delattr, router, "forward")  # the class's own shows again
-            else:
-                undo.callback(setattr, router, "forward", own)  # set on the object where `exact` is active
-            router.forward = replayer  # type: ignore[method-assign]
+            replace_attribute(router, "forward", replayer, undo)
         yield
 
 

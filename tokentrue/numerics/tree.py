@@ -4,12 +4,10 @@ Positions, ancestors and the order of every sum are those of the row by itself, 
 several rows hold has a score for each temperature and set of kept ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -45,7 +43,7 @@ class TokenTree:
     packed: Packed
 
     @classmethod
-    def of(cls, names: Sequence[Array], *, shared: bool = True, device: torch.device | str = "cpu") -> TokenTree:
+    def of(cls, names: Sequence[Array], *, shared: bool = True, device: torch.device | str = "cpu") -> Self:
         """`names`: uint8 [T, W] of each row; tokens with equal bytes after equal prefixes are one if `shared`."""
         lengths = tuple(map(len, names))
         order, common = sort_by_prefix(names) if shared else (list(range(len(names))), [0] * len(names))

@@ -29,7 +29,6 @@ from tokentrue.numerics.ops import (
     DeltaInputs,
     DeltaStates,
     ExpertWeights,
-    HeadNorm,
     Heads,
     Linears,
     NormForm,
@@ -43,7 +42,6 @@ from tokentrue.numerics.selftest import differing_cuts, differing_runs, fill_pag
 
 class CpuOps(Ops):
     block_size = 16
-    least_rows = 2
 
     def __init__(self) -> None:
         # K for which oneDNN's float32 rows depend on the batch, whatever N: merged weights must agree.
@@ -53,7 +51,6 @@ class CpuOps(Ops):
         self.has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
         self.paged = PagedAttention(self.block_size)
         self._packed: dict[tuple[int, int], tuple[Product, Tensor]] = {}
-        self._head_weights: dict[int, Tensor] = {}
         self._leaves: dict[int, list[Tensor]] | None = None  # by address, once weights are packed
 
     # ---- rows x features
@@ -83,7 +80,6 @@ class CpuOps(Ops):
 
     def pack(self, weights: Iterable[Tensor]) -> None:
         self._packed.clear()
-        self._head_weights.clear()
         self._leaves = {}
         self._packed.update(self.packed_forms(weights))
 
@@ -175,15 +171,6 @@ class CpuOps(Ops):
         for new, target in ((k, k_cache), (v, v_cache)):
             pages = target.transpose(0, 1)
             pages.view(pages.shape[0], -1, pages.shape[-1]).index_copy_(1, slots, new.transpose(0, 1))
-
-    def norm_heads(self, qk: Tensor, norm: HeadNorm, query_heads: int) -> Tensor:
-        if norm.form is NormForm.UNIT_OFFSET or qk.dtype != torch.float32:
-            return super().norm_heads(qk, norm, query_heads)
-        key, (_, heads, size) = norm.q_weight.data_ptr(), qk.shape
-        if key not in self._head_weights:
-            both = (norm.q_weight.expand(query_heads, size), norm.k_weight.expand(heads - query_heads, size))
-            self._head_weights[key] = torch.cat(both)
-        return F.rms_norm(qk, (size,), None, norm.eps).mul_(self._head_weights[key])
 
     # ---- self-knowledge
     def contract(self) -> Mapping[str, str]:

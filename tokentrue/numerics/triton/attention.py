@@ -11,8 +11,6 @@ follow it.
 Legend: T tokens, H query heads, J key heads, G = H/J, D head size, S sequences, BM query rows, BN keys of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

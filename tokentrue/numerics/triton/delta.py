@@ -8,8 +8,6 @@ alignment, so that their order depends only on K.
 Legend: T tokens, S sequences, J key heads, G value heads for each, H = J·G, K key size, V value size, C channels.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -225,9 +223,10 @@ def delta_rule(inputs: DeltaInputs, sequences: Packed, states: DeltaStates | Non
     count = len(sequences.lengths)
     if states is None:  # the same kernels, so that training has the order of the engine
         states = DeltaStates(
-            history=q.new_zeros(count, TAPS - 1, channels), slots=torch.arange(count, device=q.device),
+            history=q.new_zeros(count, TAPS - 1, channels),
+            slots=torch.arange(count, device=q.device),
             state=q.new_zeros(count, heads, key_size, size, dtype=torch.float32),
-        )  # fmt: skip
+        )
     out = (torch.zeros if padded else torch.empty)((tokens, heads, size), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out

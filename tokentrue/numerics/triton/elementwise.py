@@ -6,8 +6,6 @@ row of a norm is one program, whose block and warps, and with them the order of 
 Legend: T tokens, H query heads, J key heads, D head size. A cache is [blocks, J, page, D].
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -221,8 +219,9 @@ def _norm(
 
 
 @triton.jit(do_not_specialize=["rows", "per"])
-def _norm_grad_kernel(x_ptr, w_ptr, rstd_ptr, dy_ptr, dx_ptr, dw_ptr, rows, per, D: tl.constexpr, BLOCK: tl.constexpr,
-                      FORM: tl.constexpr):  # fmt: skip
+def _norm_grad_kernel(
+    x_ptr, w_ptr, rstd_ptr, dy_ptr, dx_ptr, dw_ptr, rows, per, D: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr
+):
     """Program p computes dx of rows [p·per, (p+1)·per) and, row after row, their share of dw."""
     wait_for_inputs()
     p = tl.program_id(0).to(tl.int64)
@@ -367,20 +366,10 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     x, (tokens, heads, size) = rows_of(x), gate.shape
     y = torch.empty_like(x)
     if tokens:
-        grid = (tokens, cdiv(heads * size, 1024))
         launch(
-            _gate_kernel,
-            grid,
-            x,
-            gate,
-            y,
-            gate.stride(0),
-            gate.stride(1),
-            N=heads * size,
-            D=size,
-            BLOCK=1024,
+            _gate_kernel, (tokens, cdiv(heads * size, 1024)), x, gate, y, *gate.stride()[:2], N=heads * size, D=size, BLOCK=1024,
             num_warps=4,
-        )
+        )  # fmt: skip
     return y
 
 

@@ -6,8 +6,6 @@ on the device with fixed sizes, so that a decode step can be captured.
 Legend: T tokens, k slots a token, P = T·k pairs, E experts, I expert width, K model width.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -308,11 +306,12 @@ def by_output(weight: Tensor, experts: ExpertWeights) -> Tensor:
     return weight.transpose(1, 2) if experts.interleaved else weight
 
 
-def branch_with_limits(act: str | ClampedSwiglu | None) -> tuple[int, float, float]:
-    """ACT, ALPHA and LIMIT of a kernel."""
-    if isinstance(act, ClampedSwiglu):
-        return 4, float(act.alpha), float(act.limit)
-    return 0 if act is None else branch_of(act), 0.0, 0.0
+def gate_constants(act: str | ClampedSwiglu | None) -> dict[str, Any]:
+    """Of a kernel that gates its products if `act` is given."""
+    clamped = isinstance(act, ClampedSwiglu)
+    branch = 4 if clamped else branch_of(act) if act is not None else 0
+    alpha, limit = (float(act.alpha), float(act.limit)) if clamped else (0.0, 0.0)
+    return {"GATED": act is not None, "ACT": branch, "ALPHA": alpha, "LIMIT": limit}
 
 
 def tile_for_group(rows: int, pairs: int, dtype: torch.dtype, *, gated: bool, described: bool) -> Tile:
@@ -334,18 +333,13 @@ def multiply_groups(
 ) -> None:  # fmt: skip
     """y[p] = x's row of pair p times its group's weight [E, outputs, K] (any strides); gated if `act` is given."""
     (number, _, inputs), (num_pairs, outputs) = weight.shape, y.shape
-    branch, alpha, limit = branch_with_limits(act)
     launch(
         _group_kernel, (groups.experts.shape[0], cdiv(outputs, tile.n)),
         x, weight, bias if bias is not None else x, y, groups.pairs, groups.experts, num_pairs, outputs, inputs, number,
-        x.stride(0), *weight.stride(), SLOTS=slots, BM=groups.rows, BN=tile.n, BK=tile.k, GATED=act is not None, ACT=branch,
-        ALPHA=alpha, LIMIT=limit, INTERLEAVED=interleaved, BIAS=bias is not None, BESIDE=beside,
+        x.stride(0), *weight.stride(), SLOTS=slots, BM=groups.rows, BN=tile.n, BK=tile.k, **gate_constants(act),
+        INTERLEAVED=interleaved, BIAS=bias is not None, BESIDE=beside,
         PRECISION=precision_of(y.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-def _forward(x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) -> Tensor:
-    return add_slots(expert_rows(x, index, experts), weight)
 
 
 def expert_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Tensor:
@@ -367,13 +361,11 @@ def expert_rows(x: Tensor, index: Tensor, experts: ExpertWeights) -> Tensor:
         if not described:
             multiply_groups(x, weight, bias, out, groups, t, act=act, slots=slots, interleaved=experts.interleaved)
             return out
-        branch, alpha, limit = branch_with_limits(act)
         rows = describe(weight.view(-1, inputs), 2 * t.n if experts.interleaved and act is not None else t.n, t.k)
         launch(
             _described_group_kernel, (cdiv(columns, t.n), groups.experts.shape[0]), x, rows, bias if bias is not None else x, out,
-            groups.pairs, groups.experts, pairs, columns, inputs, number, SLOTS=slots, BM=t.m, BN=t.n, BK=t.k, GATED=act is not None,
-            ACT=branch, ALPHA=alpha, LIMIT=limit, INTERLEAVED=experts.interleaved, BIAS=bias is not None, num_warps=t.warps,
-            num_stages=t.stages,
+            groups.pairs, groups.experts, pairs, columns, inputs, number, SLOTS=slots, BM=t.m, BN=t.n, BK=t.k, **gate_constants(act),
+            INTERLEAVED=experts.interleaved, BIAS=bias is not None, num_warps=t.warps, num_stages=t.stages,
         )  # fmt: skip
         return out
 
@@ -399,7 +391,7 @@ class _Experts(torch.autograd.Function):
         """`tensors`: those of `experts`, for autograd."""
         ctx.save_for_backward(x, index, weight, *tensors)
         ctx.form = {"act": experts.act, "interleaved": experts.interleaved}
-        return _forward(x, index, weight, experts)
+        return add_slots(expert_rows(x, index, experts), weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -465,4 +457,4 @@ def experts(x: Tensor, index: Tensor, weight: Tensor, experts: ExpertWeights) ->
     tensors = [getattr(experts, name) for name in TENSORS]
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, *tensors)):
         return _Experts.apply(x, index, weight, experts, *tensors)
-    return _forward(x, index, weight, experts)
+    return add_slots(expert_rows(x, index, experts), weight)

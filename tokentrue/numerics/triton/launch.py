@@ -5,8 +5,6 @@ contiguous and start at 16-byte boundaries. It may contract `a * b + c`: that is
 `tl.fma`. Numbers that change from step to step are not specialised on: nothing is compiled while requests wait.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

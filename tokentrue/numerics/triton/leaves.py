@@ -4,8 +4,6 @@ A program sums a whole subtree; if several share a tile, a second kernel continu
 outputs, K inputs, WIDTH inputs of a leaf.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

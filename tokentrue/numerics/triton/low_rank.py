@@ -7,8 +7,6 @@ Legend: T rows, K inputs, N outputs, S slots, P projections of the merged produc
 change no sum).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ round.
 Legend: M rows, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache, partial
 from typing import Any
 

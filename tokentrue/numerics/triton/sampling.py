@@ -7,8 +7,6 @@ All else is elementwise, so `log_softmax`, `token_logprobs` and `advance` have e
 Legend: R rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
