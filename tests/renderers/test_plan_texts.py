@@ -21,7 +21,7 @@ from tests.renderers.talk import OWN, TOOLS, calls, folder_of, judge, result, sa
 from tokentrue.errors import TokenTrueError
 from tokentrue.renderers import Renderer, renderer_of
 from tokentrue.renderers.codec import shield, shield_each
-from tokentrue.renderers.earlier import SKIPPED
+from tokentrue.renderers.earlier import SKIPPED, EarlierMessage
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.template import InputFormat, Template
 
@@ -245,8 +245,9 @@ def test_which_real_templates_write_nothing_for_earlier_messages() -> None:
         template = Template(path.read_text(encoding="utf-8"), variables={"bos_token": "<s>", "eos_token": "</s>"})
         for messages in (talk, talk[1:]):
             given = normalise_messages(messages, InputFormat())
+            given = [*map(EarlierMessage, given[:-1]), given[-1]]
             try:
-                texts = [template.render(given, None, {}, earlier=earlier) for earlier in ((), given[:-1])]
+                texts = [template.render(given, None, {}, skips_earlier=skips) for skips in (False, True)]
             except TokenTrueError:
                 continue
             if len(texts[1].replace(SKIPPED, "")) > len(texts[0]) // 10:
@@ -372,10 +373,25 @@ ATTRIBUTES = [
 
 def test_the_sandbox_decides_as_it_does_without_memory() -> None:
     template = Template(CHATML, variables={})
-    template.render([{"role": "user", "content": "x"}], None, {}, earlier=[{"role": "user", "content": "x"}])
+    template.render([{"role": "user", "content": "x"}], None, {}, skips_earlier=True)
     plain, remembering = template._compiled.environment, template._without_earlier.environment
     generator = (number for number in range(1))
-    owners: list[Any] = [{}, [], set(), "x", 1, None, dict, str.upper, "x".upper, generator, template, ImportError("x")]
+    owners: list[Any] = [
+        {},
+        EarlierMessage(role="x"),
+        {"role": None},
+        [],
+        set(),
+        "x",
+        1,
+        None,
+        dict,
+        str.upper,
+        "x".upper,
+        generator,
+        template,
+        ImportError("x"),
+    ]
     for _ in range(2):  # asked, then remembered
         for owner in owners:
             for name in ATTRIBUTES:

@@ -4,11 +4,13 @@
 loop over messages gets a second body for earlier messages. Example:
 
     {% for m in messages %}                                  {% for m in messages %}
-      {{ "<|" + m.role + "|>" + m.content }}                   {% if m in EARLIER %}SKIPPED
+      {{ "<|" + m.role + "|>" + m.content }}                   {% if m is EARLIER %}SKIPPED
       {% if "/think" in m.content %}               becomes       {% if "/think" in m.content %}
         {% set ns.think = true %}                                  {% set ns.think = true %}{% endif %}
       {% endif %}                                              {% else %} (the body as it was) {% endif %}
     {% endfor %}                                             {% endfor %}
+
+A loop with nothing to keep begins after the earlier messages that come first (`LaterLoop`).
 
 What the second body keeps: writes to namespaces, calls that may have an effect (a macro that writes to a namespace),
 break and continue, and the conditions and assignments that these need. Statements that this file does not know are kept
@@ -18,31 +20,109 @@ text holds SKIPPED: a caller that finds it after the recorded turn renders the t
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, takewhile
+from types import BuiltinMethodType, MethodType
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import nodes
+from jinja2.runtime import LoopContext
 
-from tokentrue.json_types import JsonObject
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.sandbox import SandboxedEnvironment
 
 SKIPPED = f"\ufdef{secrets.token_hex(8)}\ufdef"
 """Random per process, so no input can contain it deliberately."""
-EARLIER = "tokentrue_earlier_messages"
+EARLIER, LATER = "tokentrue_earlier", "tokentrue_later"
 MARK = nodes.Output([nodes.TemplateData(SKIPPED)])
 RAISE = "raise_exception"
+MAX_ATTRIBUTES = 1000
 PURE_FUNCTIONS = {"range", "dict", "namespace", "strftime_now"}
 LAZY_FILTERS = {"map", "select", "reject", "selectattr", "rejectattr", "batch", "slice", "unique", "reverse", "items"}
 """Their values are used up by reading them."""
 
 
-class EarlierMessages:
-    """`in` compares identities, as equal messages may be earlier and new ones."""
+class EarlierMessage(dict[str, Any]):
+    """A message before the recorded turn. A type says so, because a new message may be equal to an earlier one."""
 
-    def __init__(self, messages: Sequence[JsonObject]) -> None:
-        self._ids = frozenset(map(id, messages))
+    __slots__ = ()
 
-    def __contains__(self, message: object) -> bool:
-        return id(message) in self._ids
+
+def is_earlier(value: object) -> bool:
+    return type(value) is EarlierMessage
+
+
+_DICT_ATTRIBUTES = frozenset(dir(EarlierMessage))
+_type_of: Callable[[object], type] = type
+
+
+class LaterMessages:
+    """The items of a loop, without the earlier messages that come first."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+        self.start = sum(takewhile(bool, map(is_earlier, items)))
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.items, self.start, None)
+
+
+def leave_out_earlier(items: Any) -> Any:
+    return LaterMessages(items) if isinstance(items, list) else items  # pyright: ignore[reportUnknownArgumentType]
+
+
+class LaterLoop(LoopContext):
+    """`loop` in a template: positions and neighbours are those among all items."""
+
+    def __init__(self, iterable: Any, *args: Any) -> None:
+        if not isinstance(iterable, LaterMessages):
+            super().__init__(iterable, *args)
+            return
+        super().__init__(iterable.items, *args)
+        if start := iterable.start:
+            self._iterator = iter(iterable)
+            self.index0, self._current = start - 1, iterable.items[start - 1]
+
+
+def compile_for_later(source: str, environment: SandboxedEnvironment) -> Template:
+    own: Any = environment.overlay()
+    own.tests = {**own.tests, EARLIER: is_earlier}
+    own.filters = {**own.filters, LATER: leave_out_earlier}
+    _look_up_faster(own)
+    template = own.from_string(skip_earlier(own.parse(source)))
+    template.root_render_func.__globals__["LoopContext"] = LaterLoop  # as the compiled module has imported it
+    return template
+
+
+def _look_up_faster(environment: Any) -> None:
+    """The sandbox's own look-up took half of the time of a long conversation. For a field of a message it raised and
+    caught an AttributeError. Whether an attribute is safe depends on the object's type and the name alone."""
+    look_up, is_safe = environment.getattr, environment.is_safe_attribute
+    safe: set[tuple[type, str]] = set()
+
+    def get(obj: Any, attribute: str) -> Any:
+        kind = _type_of(obj)
+        if (kind is EarlierMessage or kind is dict) and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else environment.undefined(obj=obj, name=attribute)
+        if (kind, attribute) in safe:
+            value = getattr(obj, attribute, None)
+            if value is not None and not isinstance(value, MethodType | BuiltinMethodType):  # `str.format` is wrapped
+                return value
+        return look_up(obj, attribute)
+
+    def remember(obj: Any, attribute: str, value: Any) -> bool:
+        key = _type_of(obj), attribute
+        if key in safe:
+            return True
+        if not is_safe(obj, attribute, value):
+            return False
+        if len(safe) == MAX_ATTRIBUTES:  # a template can read names that a conversation holds
+            safe.clear()
+        safe.add(key)
+        return True
+
+    environment.getattr, environment.is_safe_attribute = get, remember
 
 
 def skip_earlier(template: nodes.Template) -> nodes.Template:
@@ -72,7 +152,10 @@ class _Skipping:
         head = self._list_effects(body[:at], _list_names(body))
         match body[at]:
             case nodes.For() as loop:
-                loop.body = [_choose(loop, [MARK, *self._list_earlier_effects(loop.body, set())], loop.body)]
+                effects = self._list_earlier_effects(loop.body, set())
+                loop.body = [_choose(loop, [MARK, *effects], loop.body)]
+                if not (effects or loop.test or loop.else_):
+                    loop.iter = nodes.Filter(loop.iter, LATER, [], [], None, None)
             case nodes.If() as choice:
                 for branch in (choice, *choice.elif_):
                     branch.body = self.skip(branch.body)
@@ -152,8 +235,7 @@ class _Skipping:
 
 def _choose(loop: nodes.For, earlier: list[nodes.Node], other: list[nodes.Node]) -> nodes.If:
     message = nodes.Name(cast("nodes.Name", loop.target).name, "load")
-    is_earlier = nodes.Compare(message, [nodes.Operand("in", nodes.Name(EARLIER, "load"))])
-    return nodes.If(is_earlier, earlier, [], other)
+    return nodes.If(nodes.Test(message, EARLIER, [], [], None, None), earlier, [], other)
 
 
 def _calls_raise(body: Sequence[nodes.Node]) -> bool:
