@@ -303,6 +303,18 @@ def test_what_is_wrongly_left_out_is_noticed(name: str, monkeypatch: pytest.Monk
     assert count_differences(standin(SMALL[template]), SMALL[template], None, 120)[0]
 
 
+@pytest.mark.parametrize("asked", ["m.nothing.x", "m['nothing'].x", "m + 'x'", "'x' + m", "m[0].x", "m.role.x.y"])
+def test_errors_name_an_earlier_message_as_any_other(asked: str) -> None:
+    ending = "{% set m = messages[0] %}{{ " + asked + " if 'magic' in m.content }}"
+    source = CHATML.replace("END", ending)
+    renderer = renderer_of(standin(CHATML), chat_template=source)
+    history = [user("magic"), says("b"), user("c"), says("d")]
+    found = renderer.extend((7, stop_id(renderer)), history, [user("e")])
+    with pytest.raises(TokenTrueError) as raised:
+        renderer.render([*history, user("e")])
+    assert isinstance(found, tt.Refusal) and found.detail == str(raised.value)
+
+
 READS_TURN = {
     "word in any": (SMALL["word in any"], "magic words", ""),
     "first letters": (

@@ -49,6 +49,9 @@ class EarlierMessage(dict[str, Any]):
     __slots__ = ()
 
 
+EarlierMessage.__name__, EarlierMessage.__module__ = "dict", "builtins"  # errors of templates name an object's type
+
+
 def is_earlier(value: object) -> bool:
     return type(value) is EarlierMessage
 
