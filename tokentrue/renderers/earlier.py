@@ -10,8 +10,6 @@ loop over messages gets a second body for earlier messages. Example:
       {% endif %}                                              {% else %} (the body as it was) {% endif %}
     {% endfor %}                                             {% endfor %}
 
-A loop with nothing to keep begins after the earlier messages that come first (`LaterLoop`).
-
 What the second body keeps: writes to namespaces, calls that may have an effect (a macro that writes to a namespace),
 break and continue, and the conditions and assignments that these need. Statements that this file does not know are kept
 whole. Captured text (macros, {% set x %}…{% endset %}) is not touched. Where something was left out, the
@@ -21,12 +19,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, takewhile
-from types import BuiltinMethodType, MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import nodes
-from jinja2.runtime import LoopContext
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -34,7 +29,7 @@ if TYPE_CHECKING:
 
 SKIPPED = f"\ufdef{secrets.token_hex(8)}\ufdef"
 """Random per process, so no input can contain it deliberately."""
-EARLIER, LATER = "tokentrue_earlier", "tokentrue_later"
+EARLIER = "tokentrue_earlier"
 MARK = nodes.Output([nodes.TemplateData(SKIPPED)])
 RAISE = "raise_exception"
 MAX_ATTRIBUTES = 1000
@@ -57,75 +52,39 @@ def is_earlier(value: object) -> bool:
 
 
 _DICT_ATTRIBUTES = frozenset(dir(EarlierMessage))
+_WRAPPED = ("format", "format_map")  # the sandbox replaces these methods of strings
 _type_of: Callable[[object], type] = type
-
-
-class LaterMessages:
-    """The items of a loop, without the earlier messages that come first."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-        self.start = sum(takewhile(bool, map(is_earlier, items)))
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.items, self.start, None)
-
-
-def leave_out_earlier(items: Any) -> Any:
-    return LaterMessages(items) if isinstance(items, list) else items  # pyright: ignore[reportUnknownArgumentType]
-
-
-class LaterLoop(LoopContext):
-    """`loop` in a template: positions and neighbours are those among all items."""
-
-    def __init__(self, iterable: Any, *args: Any) -> None:
-        if not isinstance(iterable, LaterMessages):
-            super().__init__(iterable, *args)
-            return
-        super().__init__(iterable.items, *args)
-        if start := iterable.start:
-            self._iterator = iter(iterable)
-            self.index0, self._current = start - 1, iterable.items[start - 1]
 
 
 def compile_for_later(source: str, environment: SandboxedEnvironment) -> Template:
     own: Any = environment.overlay()
     own.tests = {**own.tests, EARLIER: is_earlier}
-    own.filters = {**own.filters, LATER: leave_out_earlier}
     _look_up_faster(own)
-    template = own.from_string(skip_earlier(own.parse(source)))
-    template.root_render_func.__globals__["LoopContext"] = LaterLoop  # as the compiled module has imported it
-    return template
+    return own.from_string(skip_earlier(own.parse(source)))
 
 
 def _look_up_faster(environment: Any) -> None:
     """The sandbox's own look-up took half of the time of a long conversation. For a field of a message it raised and
     caught an AttributeError. Whether an attribute is safe depends on the object's type and the name alone."""
-    look_up, is_safe = environment.getattr, environment.is_safe_attribute
+    look_up = environment.getattr
     safe: set[tuple[type, str]] = set()
 
     def get(obj: Any, attribute: str) -> Any:
         kind = _type_of(obj)
-        if (kind is EarlierMessage or kind is dict) and attribute not in _DICT_ATTRIBUTES:
+        if kind in (EarlierMessage, dict) and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else environment.undefined(obj=obj, name=attribute)
-        if (kind, attribute) in safe:
-            value = getattr(obj, attribute, None)
-            if value is not None and not isinstance(value, MethodType | BuiltinMethodType):  # `str.format` is wrapped
-                return value
-        return look_up(obj, attribute)
+        value = getattr(obj, attribute, None)
+        if value is None or getattr(value, "__name__", "") in _WRAPPED:
+            return look_up(obj, attribute)
+        if (kind, attribute) not in safe:
+            if not environment.is_safe_attribute(obj, attribute, value):
+                return look_up(obj, attribute)
+            if len(safe) == MAX_ATTRIBUTES:  # a template can read names that a conversation holds
+                safe.clear()
+            safe.add((kind, attribute))
+        return value
 
-    def remember(obj: Any, attribute: str, value: Any) -> bool:
-        key = _type_of(obj), attribute
-        if key in safe:
-            return True
-        if not is_safe(obj, attribute, value):
-            return False
-        if len(safe) == MAX_ATTRIBUTES:  # a template can read names that a conversation holds
-            safe.clear()
-        safe.add(key)
-        return True
-
-    environment.getattr, environment.is_safe_attribute = get, remember
+    environment.getattr = get
 
 
 def skip_earlier(template: nodes.Template) -> nodes.Template:
@@ -155,10 +114,7 @@ class _Skipping:
         head = self._list_effects(body[:at], _list_names(body))
         match body[at]:
             case nodes.For() as loop:
-                effects = self._list_earlier_effects(loop.body, set())
-                loop.body = [_choose(loop, [MARK, *effects], loop.body)]
-                if not (effects or loop.test or loop.else_):
-                    loop.iter = nodes.Filter(loop.iter, LATER, [], [], None, None)
+                loop.body = [_choose(loop, [MARK, *self._list_earlier_effects(loop.body, set())], loop.body)]
             case nodes.If() as choice:
                 for branch in (choice, *choice.elif_):
                     branch.body = self.skip(branch.body)
