@@ -21,7 +21,7 @@ from tests.renderers.talk import OWN, TOOLS, calls, folder_of, judge, result, sa
 from tokentrue.errors import TokenTrueError
 from tokentrue.renderers import Renderer, renderer_of
 from tokentrue.renderers.codec import shield, shield_each
-from tokentrue.renderers.earlier import SKIPPED
+from tokentrue.renderers.earlier import SKIPPED, EarlierMessage
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.template import InputFormat, Template
 
@@ -245,8 +245,9 @@ def test_which_real_templates_write_nothing_for_earlier_messages() -> None:
         template = Template(path.read_text(encoding="utf-8"), variables={"bos_token": "<s>", "eos_token": "</s>"})
         for messages in (talk, talk[1:]):
             given = normalise_messages(messages, InputFormat())
+            given = [*map(EarlierMessage, given[:-1]), given[-1]]
             try:
-                texts = [template.render(given, None, {}, earlier=earlier) for earlier in ((), given[:-1])]
+                texts = [template.render(given, None, {}, skips_earlier=skips) for skips in (False, True)]
             except TokenTrueError:
                 continue
             if len(texts[1].replace(SKIPPED, "")) > len(texts[0]) // 10:
@@ -300,6 +301,18 @@ def test_what_is_wrongly_left_out_is_noticed(name: str, monkeypatch: pytest.Monk
     place, mutant, template = MUTANTS[name]
     monkeypatch.setattr(f"tokentrue.renderers.earlier.{place}", mutant)
     assert count_differences(standin(SMALL[template]), SMALL[template], None, 120)[0]
+
+
+@pytest.mark.parametrize("asked", ["m.nothing.x", "m['nothing'].x", "m + 'x'", "'x' + m", "m[0].x", "m.role.x.y"])
+def test_errors_name_an_earlier_message_as_any_other(asked: str) -> None:
+    ending = "{% set m = messages[0] %}{{ " + asked + " if 'magic' in m.content }}"
+    source = CHATML.replace("END", ending)
+    renderer = renderer_of(standin(CHATML), chat_template=source)
+    history = [user("magic"), says("b"), user("c"), says("d")]
+    found = renderer.extend((7, stop_id(renderer)), history, [user("e")])
+    with pytest.raises(TokenTrueError) as raised:
+        renderer.render([*history, user("e")])
+    assert isinstance(found, tt.Refusal) and found.detail == str(raised.value)
 
 
 READS_TURN = {
@@ -372,10 +385,25 @@ ATTRIBUTES = [
 
 def test_the_sandbox_decides_as_it_does_without_memory() -> None:
     template = Template(CHATML, variables={})
-    template.render([{"role": "user", "content": "x"}], None, {}, earlier=[{"role": "user", "content": "x"}])
+    template.render([{"role": "user", "content": "x"}], None, {}, skips_earlier=True)
     plain, remembering = template._compiled.environment, template._without_earlier.environment
     generator = (number for number in range(1))
-    owners: list[Any] = [{}, [], set(), "x", 1, None, dict, str.upper, "x".upper, generator, template, ImportError("x")]
+    owners: list[Any] = [
+        {},
+        EarlierMessage(role="x"),
+        {"role": None},
+        [],
+        set(),
+        "x",
+        1,
+        None,
+        dict,
+        str.upper,
+        "x".upper,
+        generator,
+        template,
+        ImportError("x"),
+    ]
     for _ in range(2):  # asked, then remembered
         for owner in owners:
             for name in ATTRIBUTES:

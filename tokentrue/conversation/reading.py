@@ -32,6 +32,7 @@ from tokentrue.types import Message, Messages, Tools
 _KEPT = 8  # conversations of one session: parallel branches, other dialects
 _MESSAGE_BYTES = 1000  # estimate of one message's objects, without its text
 _OWN = b"\0"  # before the source of a message that no dialect parses; no JSON begins so
+_DIGEST = attrgetter("digest")
 _HASHED, _LONG_SOURCE = b"\1", 1 << 16  # a longer source is kept as its hash: images are most of it
 
 
@@ -105,18 +106,18 @@ class Conversation(Sequence[Message]):
 
     @property
     def digest(self) -> bytes:
-        return digest(b"".join(read.digest for read in self.facts), self.tools_digest)
+        return digest(b"".join(map(_DIGEST, self.facts)), self.tools_digest)
 
     @property
     def num_images(self) -> int:
-        return sum(read.num_images for read in self.facts)
+        return sum(map(attrgetter("num_images"), self.facts))
 
     @property
     def files(self) -> dict[str, ImageFile]:
         return {image.sha256: image for read in self.facts for image in read.images}
 
     def name_first(self, depth: int) -> bytes:
-        return digest(b"".join(read.digest for read in self.facts[:depth]))
+        return digest(b"".join(map(_DIGEST, self.facts[:depth])))
 
     def append(
         self, facts: Sequence[ConversationMessage], *, sources: Sequence[Raw] = (), ends: Sequence[int | None] = ()

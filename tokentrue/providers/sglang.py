@@ -36,7 +36,7 @@ from tokentrue.providers.remote import (
     rejected,
     version_from,
 )
-from tokentrue.types import TRUNCATIONS, Completion, PromptImage, RoutedExperts, Sampling
+from tokentrue.types import TRUNCATIONS, UNVERSIONED, Completion, PromptImage, RoutedExperts, Sampling
 
 EXTRA = CONSTRAINTS | frozenset(
     {"json_schema", "regex", "ebnf", "structural_tag", "min_new_tokens", "logit_bias", "ignore_eos", "adapter"}
@@ -188,6 +188,8 @@ class SGLangAnswer:
         self._where, self.builder, self._sampling, self._routed = where, builder, sampling, routed
         self._is_masked = masks and bool(sampling.filters)  # log-probabilities after filters are reported apart
         self._last: SGLangMeta | None = None
+        self._weight_version: str | int | None = None
+        self._version = UNVERSIONED
 
     def add(self, event: bytes) -> None:
         if self._last is not None and self._last.finish_reason is not None:
@@ -220,7 +222,9 @@ class SGLangAnswer:
             logprobs = (meta.output_token_sampling_logprobs or [])[-new:]
             if self._sampling.truncates and meta.output_token_sampling_mask is not None:
                 kept = meta.output_token_sampling_mask[-new:]
-        self.builder.append(ids, logprobs, version=version_from(meta.weight_version), kept=kept)
+        if meta.weight_version != self._weight_version:  # else as in the event before
+            self._weight_version, self._version = meta.weight_version, version_from(meta.weight_version)
+        self.builder.append(ids, logprobs, version=self._version, kept=kept)
         if self._is_masked:
             self.builder.raw += [value for value in raw if value is not None]
         if meta.output_top_logprobs:

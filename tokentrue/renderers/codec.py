@@ -203,8 +203,10 @@ class TokenBytes(dict[int, bytes]):
             size = self._tokenizer.get_vocab_size()
             raise TokenizerError(f"token id {token_id!r} is not in the tokenizer's vocabulary of {size}")
         if self._byte_level:
-            is_spelled = all(char in _ALPHABET for char in token)
-            return bytes(_ALPHABET[char] for char in token) if is_spelled else token.encode("utf-8")
+            try:
+                return bytes(map(_ALPHABET.__getitem__, token))
+            except KeyError:
+                return token.encode("utf-8")
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode("utf-8")
 

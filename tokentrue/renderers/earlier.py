@@ -4,7 +4,7 @@
 loop over messages gets a second body for earlier messages. Example:
 
     {% for m in messages %}                                  {% for m in messages %}
-      {{ "<|" + m.role + "|>" + m.content }}                   {% if m in EARLIER %}SKIPPED
+      {{ "<|" + m.role + "|>" + m.content }}                   {% if m is EARLIER %}SKIPPED
       {% if "/think" in m.content %}               becomes       {% if "/think" in m.content %}
         {% set ns.think = true %}                                  {% set ns.think = true %}{% endif %}
       {% endif %}                                              {% else %} (the body as it was) {% endif %}
@@ -15,32 +15,76 @@ break and continue, and the conditions and assignments that these need. Statemen
 whole. Captured text (macros, {% set x %}…{% endset %}) is not touched. Where something was left out, the
 text holds SKIPPED: a caller that finds it after the recorded turn renders the template as it is."""
 
+from __future__ import annotations
+
 import secrets
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import nodes
 
-from tokentrue.json_types import JsonObject
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.sandbox import SandboxedEnvironment
 
 SKIPPED = f"\ufdef{secrets.token_hex(8)}\ufdef"
 """Random per process, so no input can contain it deliberately."""
-EARLIER = "tokentrue_earlier_messages"
+EARLIER = "tokentrue_earlier"
 MARK = nodes.Output([nodes.TemplateData(SKIPPED)])
 RAISE = "raise_exception"
+MAX_ATTRIBUTES = 1000
 PURE_FUNCTIONS = {"range", "dict", "namespace", "strftime_now"}
 LAZY_FILTERS = {"map", "select", "reject", "selectattr", "rejectattr", "batch", "slice", "unique", "reverse", "items"}
 """Their values are used up by reading them."""
 
 
-class EarlierMessages:
-    """`in` compares identities, as equal messages may be earlier and new ones."""
+class EarlierMessage(dict[str, Any]):
+    """A message before the recorded turn. A type says so, because a new message may be equal to an earlier one."""
 
-    def __init__(self, messages: Sequence[JsonObject]) -> None:
-        self._ids = frozenset(map(id, messages))
+    __slots__ = ()
 
-    def __contains__(self, message: object) -> bool:
-        return id(message) in self._ids
+
+EarlierMessage.__name__, EarlierMessage.__module__ = "dict", "builtins"  # errors of templates name an object's type
+
+
+def is_earlier(value: object) -> bool:
+    return type(value) is EarlierMessage
+
+
+_DICT_ATTRIBUTES = frozenset(dir(EarlierMessage))
+_WRAPPED = ("format", "format_map")  # the sandbox replaces these methods of strings
+_type_of: Callable[[object], type] = type
+
+
+def compile_for_later(source: str, environment: SandboxedEnvironment) -> Template:
+    own: Any = environment.overlay()
+    own.tests = {**own.tests, EARLIER: is_earlier}
+    _look_up_faster(own)
+    return own.from_string(skip_earlier(own.parse(source)))
+
+
+def _look_up_faster(environment: Any) -> None:
+    """The sandbox's own look-up took half of the time of a long conversation. For a field of a message it raised and
+    caught an AttributeError. Whether an attribute is safe depends on the object's type and the name alone."""
+    look_up = environment.getattr
+    safe: set[tuple[type, str]] = set()
+
+    def get(obj: Any, attribute: str) -> Any:
+        kind = _type_of(obj)
+        if kind in (EarlierMessage, dict) and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else environment.undefined(obj=obj, name=attribute)
+        value = getattr(obj, attribute, None)
+        if value is None or getattr(value, "__name__", "") in _WRAPPED:
+            return look_up(obj, attribute)
+        if (kind, attribute) not in safe:
+            if not environment.is_safe_attribute(obj, attribute, value):
+                return look_up(obj, attribute)
+            if len(safe) == MAX_ATTRIBUTES:  # a template can read names that a conversation holds
+                safe.clear()
+            safe.add((kind, attribute))
+        return value
+
+    environment.getattr = get
 
 
 def skip_earlier(template: nodes.Template) -> nodes.Template:
@@ -150,8 +194,7 @@ class _Skipping:
 
 def _choose(loop: nodes.For, earlier: list[nodes.Node], other: list[nodes.Node]) -> nodes.If:
     message = nodes.Name(cast("nodes.Name", loop.target).name, "load")
-    is_earlier = nodes.Compare(message, [nodes.Operand("in", nodes.Name(EARLIER, "load"))])
-    return nodes.If(is_earlier, earlier, [], other)
+    return nodes.If(nodes.Test(message, EARLIER, [], [], None, None), earlier, [], other)
 
 
 def _calls_raise(body: Sequence[nodes.Node]) -> bool:

@@ -2,6 +2,8 @@
 Arguments are parsed from JSON text, null content becomes "", parts are joined if the template takes strings, tool
 results get the name and id of their call. No text is changed."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re
@@ -64,7 +66,7 @@ def normalise_messages(
     """`named`: tool messages get the name (and a missing id) of the call they answer; `calls`: of the turn before."""
     check_messages(messages, field)
     out = [normalise_message(message, f"{field}[{index}]", inputs) for index, message in enumerate(messages)]
-    return name_tool_messages(out, calls) if named else out
+    return ToolNamer(calls).name(out) if named else out
 
 
 def check_messages(messages: JsonValue, field: str) -> None:
@@ -153,38 +155,54 @@ def _normalise_arguments(arguments: JsonValue, inputs: InputFormat) -> JsonValue
     return arguments if isinstance(arguments, str) else make_arguments(arguments, inputs)
 
 
-def name_tool_messages(messages: Sequence[JsonObject], calls: Sequence[JsonObject] = ()) -> list[JsonObject]:
-    """Copies the tool messages that had no name. `calls`: of the turn before."""
-    out = list(messages)
-    names = {call["id"]: call["function"]["name"] for call in calls if call["id"]}
-    waiting = list(calls)
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant" and message.get("tool_calls"):
-            waiting = list(message["tool_calls"])
-            names |= {call["id"]: call["function"]["name"] for call in waiting if call["id"]}
-        elif message["role"] == "tool":
-            call_id = message.get("tool_call_id")
-            answered = _find_answered(messages, index, waiting)
-            if answered is not None:
-                waiting.remove(answered)
-                out[index] = dict(message)
-                if not call_id and answered["id"]:
-                    out[index]["tool_call_id"] = answered["id"]
-                out[index].setdefault("name", answered["function"]["name"])
-            elif call_id in names:
-                out[index] = {**message, "name": message.get("name", names[call_id])}
-    return out
+class ToolNamer:
+    """Gives tool messages the name (and a missing id) of the call they answer. A copy can go on after another turn."""
 
+    def __init__(self, calls: Sequence[JsonObject] = ()) -> None:
+        """`calls`: of the turn before."""
+        self._names: dict[str, str] = {}
+        self._waiting: list[JsonObject] = []
+        self._note(calls)
 
-def _find_answered(messages: Sequence[JsonObject], index: int, waiting: Sequence[JsonObject]) -> JsonObject | None:
-    """By id, else by name, else by position if there is one result per waiting call. Never guesses."""
-    message = messages[index]
-    if call_id := message.get("tool_call_id"):
-        return next((call for call in waiting if call["id"] == call_id), None)
-    if name := message.get("name"):
-        return next((call for call in waiting if call["function"]["name"] == name), None)
-    group = list(takewhile(lambda other: other["role"] == "tool" and not other.get("tool_call_id"), messages[index:]))
-    return waiting[0] if waiting and len(group) == len(waiting) else None
+    def copy(self) -> ToolNamer:
+        copied = ToolNamer()
+        copied._names, copied._waiting = dict(self._names), list(self._waiting)
+        return copied
+
+    def name(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
+        """Copies the tool messages that had no name. The tool messages after one turn must come together."""
+        out = list(messages)
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant" and message.get("tool_calls"):
+                self._note(message["tool_calls"])
+            elif message["role"] == "tool":
+                call_id = message.get("tool_call_id")
+                answered = self._find_answered(messages, index)
+                if answered is not None:
+                    self._waiting.remove(answered)
+                    out[index] = dict(message)
+                    if not call_id and answered["id"]:
+                        out[index]["tool_call_id"] = answered["id"]
+                    out[index].setdefault("name", answered["function"]["name"])
+                elif call_id in self._names:
+                    out[index] = {**message, "name": message.get("name", self._names[call_id])}
+        return out
+
+    def _note(self, calls: Sequence[JsonObject]) -> None:
+        self._waiting = list(calls)
+        self._names |= {call["id"]: call["function"]["name"] for call in calls if call["id"]}
+
+    def _find_answered(self, messages: Sequence[JsonObject], index: int) -> JsonObject | None:
+        """By id, else by name, else by position if there is one result per waiting call. Never guesses."""
+        message, waiting = messages[index], self._waiting
+        if call_id := message.get("tool_call_id"):
+            return next((call for call in waiting if call["id"] == call_id), None)
+        if name := message.get("name"):
+            return next((call for call in waiting if call["function"]["name"] == name), None)
+        group = list(
+            takewhile(lambda other: other["role"] == "tool" and not other.get("tool_call_id"), messages[index:])
+        )
+        return waiting[0] if waiting and len(group) == len(waiting) else None
 
 
 def make_short_id(call_id: str) -> str:

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Literal, cast
 from tokentrue.errors import TemplateError, TemplateLimitError
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
 from tokentrue.records import record
-from tokentrue.renderers.earlier import EARLIER, EarlierMessages, skip_earlier
+from tokentrue.renderers.earlier import compile_for_later
 
 if TYPE_CHECKING:
     from jinja2 import Template as CompiledTemplate
     from jinja2.sandbox import SandboxedEnvironment
-
-MAX_ATTRIBUTES = 1000
 
 
 @record
@@ -76,9 +74,7 @@ class Template:
 
     @cached_property
     def _without_earlier(self) -> CompiledTemplate:
-        environment = cast("SandboxedEnvironment", self._compiled.environment.overlay())
-        _remember_safe_attributes(environment)
-        return environment.from_string(skip_earlier(environment.parse(self.source)))
+        return compile_for_later(self.source, cast("SandboxedEnvironment", self._compiled.environment))
 
     def render(
         self,
@@ -88,14 +84,14 @@ class Template:
         *,
         generate: bool = True,
         inputs: InputFormat | None = None,
-        earlier: Sequence[JsonObject] = (),
+        skips_earlier: bool = False,
     ) -> str:
-        """`generate` adds the generation prompt. Nothing need be written for the messages in `earlier`."""
+        """`generate` adds the generation prompt. With `skips_earlier`, nothing need be written for `EarlierMessage`s."""
         if not tools:
             tools = [] if inputs is not None and inputs.no_tools == "empty" else None
         given = {"messages": messages, "tools": tools, "add_generation_prompt": generate}
-        compiled = self._without_earlier if earlier else self._compiled
-        variables = {**self._variables, "documents": None, **kwargs, **given, EARLIER: EarlierMessages(earlier)}
+        compiled = self._without_earlier if skips_earlier else self._compiled
+        variables = {**self._variables, "documents": None, **kwargs, **given}
         try:
             with self._deadline:
                 return compiled.render(variables)
@@ -107,22 +103,6 @@ class Template:
             ) from error
         except Exception as error:  # jinja's own errors, raise_exception, and Python errors out of filters and methods
             raise TemplateError(f"chat_template: {type(error).__name__}: {str(error)[:300]}") from error
-
-
-def _remember_safe_attributes(environment: SandboxedEnvironment) -> None:
-    """The sandbox decides by an object's type and the name, and took half of the time of a long conversation."""
-    known: dict[tuple[type, str], bool] = {}
-    is_safe = environment.is_safe_attribute
-
-    def is_known_to_be_safe(obj: object, attr: str, value: object) -> bool:
-        key = type(obj), attr
-        if key in known:
-            return known[key]
-        if len(known) == MAX_ATTRIBUTES:  # a template can read names that a conversation holds
-            known.clear()
-        return known.setdefault(key, is_safe(obj, attr, value))
-
-    environment.is_safe_attribute = is_known_to_be_safe
 
 
 def find_input_format(template: Template, kwargs: JsonMapping) -> InputFormat:

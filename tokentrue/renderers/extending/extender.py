@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import orjson
 
@@ -22,13 +22,14 @@ from tokentrue.ids import TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, is_array
 from tokentrue.plain_json import digest
 from tokentrue.renderers.codec import Codec, Shielded, shield, shield_each
+from tokentrue.renderers.earlier import EarlierMessage
 from tokentrue.renderers.extending.contexts import ExtendError, ExtendPlan, ExtendRequest
 from tokentrue.renderers.extending.spans import compute_spans
 from tokentrue.renderers.extending.splicer import Splicer, list_texts
 from tokentrue.renderers.extending.stops import Stops
 from tokentrue.renderers.messages import (
+    ToolNamer,
     check_messages,
-    name_tool_messages,
     normalise_message,
     normalise_messages,
     normalise_tools,
@@ -39,6 +40,15 @@ from tokentrue.types import Extension, Ids, Messages, PastMessages, Refusal, Ren
 
 History = Literal["keep", "template"]
 MAX_PLANS = 4096
+
+
+class ReadMessages(NamedTuple):
+    """Recorded messages, as in `Shielded` (`shielded` is `values` if none needed a shield), and the calls in them."""
+
+    values: Sequence[JsonObject] = ()
+    shielded: Sequence[JsonObject] = values
+    held: str = ""
+    namer: ToolNamer = ToolNamer()
 
 
 class Extender:
@@ -162,7 +172,7 @@ class Extender:
     ) -> tuple[ExtendRequest, Hashable]:
         """The request, and a key that requests of one form share."""
         read = self._read_past(messages)
-        first, last = read[0].value, read[-1].value
+        first, last = read.values[0], read.values[-1]
         calls = last.get("tool_calls") or ()
         fresh = normalise_messages(new, self._inputs, field="new", named=self._safe, calls=calls)
         last_id = int(prefix_ids[-1])
@@ -171,10 +181,10 @@ class Extender:
         tools_key, known_tools = make_key(tools), self._tools
         if known_tools[0] != tools_key:
             known_tools = self._tools = tools_key, self._shield(normalise_tools(tools, self._inputs))
-        (*given, given_new, given_tools), mark = shield_each(self._codec, [*read, self._shield(fresh), known_tools[1]])
-        *past, given_last = name_tool_messages(given) if self._safe else given
+        parts = [Shielded(read.values, read.shielded, read.held), self._shield(fresh), known_tools[1]]
+        ((*past, given_last), given_new, given_tools), mark = shield_each(self._codec, parts)
         request = ExtendRequest(
-            past=past,
+            past=[*map(EarlierMessage, past)],
             last=given_last,
             new=given_new,
             tools=given_tools,
@@ -192,14 +202,26 @@ class Extender:
     def _shield(self, value: JsonValue) -> Shielded:
         return shield(self._codec, value) if self._safe else Shielded(value, value)
 
-    def _read_past(self, messages: Messages) -> Sequence[Shielded]:
-        """In normal form, shielded; each recorded message is read once."""
+    def _read_past(self, messages: Messages) -> ReadMessages:
+        """Each recorded message is read once."""
         past = messages if isinstance(messages, PastMessages) else PastMessages(messages)
         reader, known = past.read
-        read = [*known] if reader is self else []
-        for index, message in enumerate(past[len(read) :], len(read)):
-            read.append(self._shield(normalise_message(message, f"messages[{index}]", self._inputs)))
-        past.read = self, tuple(read)
+        read = known if reader is self and isinstance(known, ReadMessages) else ReadMessages()
+        start, namer = len(read.values), read.namer.copy()
+        added = [
+            normalise_message(message, f"messages[{index}]", self._inputs)
+            for index, message in enumerate(past[start:], start)
+        ]
+        added = [self._shield(message) for message in (namer.name(added) if self._safe else added)]
+        values = [*read.values, *(each.value for each in added)]
+        is_plain = read.shielded is read.values and all(each.shielded is each.value for each in added)
+        read = ReadMessages(
+            values=values,
+            shielded=values if is_plain else [*read.shielded, *(each.shielded for each in added)],
+            held=read.held + "".join(each.held for each in added),
+            namer=namer,
+        )
+        past.read = self, read
         return read
 
     def _is_in_reasoning(self, prefix_ids: Ids, last: JsonObject, kwargs: JsonMapping) -> bool:

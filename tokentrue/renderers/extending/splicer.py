@@ -188,7 +188,7 @@ class Splicer:
                 request.kwargs,
                 generate=generate,
                 inputs=self._inputs,
-                earlier=() if request.is_whole else request.past,
+                skips_earlier=bool(request.past) and not request.is_whole,
             )
         except TemplateError as error:
             raise ExtendError("template_raises", str(error)) from error
