@@ -212,22 +212,25 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
     ]  # fmt: skip
     yield from _read(rows, _on)
     for name, grid in FILTERS.items():
-        yield _filtered(name, grid, details=_two_filters if name == "top_p" else None)
+        change = lambda z, seen, x, name=name: filter_logits(z, x, name=name)  # noqa: E731
+        fit = "" if name == "top_k" else "real"
+        yield _on("outputs", "sampled_filters", f"{name} {{x:.3g}}", change, grid, fit, is_sampling=True)
 
 
-def _filtered(
-    name: str, grid: Sequence[float], before: Rounding = lambda z: z, label: str = "", **how: Any
-) -> Hypothesis:
-    change = lambda z, seen, x: filter_logits(before(z), x, name=name)  # noqa: E731
-    fit, label = "" if name == "top_k" else "real", f"{label}{name} {{x:.3g}}"
-    return _on("outputs", "sampled_filters", label, change, grid, fit, is_sampling=True, **how)
+def sampler(penalty: str, by: float, temperature: float, filters: Mapping[str, float]) -> Hypothesis:
+    """Defaults of an engine: a penalty, a temperature, filters, in the order of most engines."""
 
+    def change(z: Tensor, seen: Observation, x: float) -> Tensor:
+        z = (penalise(penalty, PENALTIES[penalty][0], z, seen, by) if penalty else z) / temperature
+        for name, value in filters.items():
+            z = filter_logits(z, value, name=name)
+        return z
 
-def _two_filters() -> list[Hypothesis]:
-    """Defaults of an engine often have two of temperature, top-k and top-p."""
-    first = {f"temperature {t:g} and ": lambda z, t=t: z / t for t in TEMPERATURES if t != 1}
-    first |= {f"top_k {k} and ": partial(filter_logits, x=k, name="top_k") for k in (10, 20, 40, 50)}
-    return [_filtered("top_p", FILTERS["top_p"], before, label) for label, before in first.items()]
+    words = [f"a {penalty} penalty of {by:.3g}"] if penalty else []
+    words += [f"temperature {temperature:.3g}"] if temperature != 1 else []
+    words += [f"{name} {value:.3g}" for name, value in filters.items()]
+    fault = "sampled_filters" if filters else "sampled_penalty" if penalty else "sampled_temperature"
+    return _on("outputs", fault, " and ".join(words), change, is_sampling=True)
 
 
 def biased(bias: Mapping[int, float]) -> Hypothesis:
@@ -416,7 +419,10 @@ def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> I
         label, grid = "the previous weights, and {x:.3g} of the update", (0.0, 0.5, 1.0, 2.0, 0.9, 1.1)
         yield from _in_spans(Hypothesis("stale_weights", label, changed, grid, "real"))
     for count, units in shards.items():
-        yield Hypothesis("stale_weights", f"the previous weights in shard {{x:.0f}} of {count}", units, range(count))
+        inner = {name: unit for name, unit in units.items() if "_proj" in name}
+        for where, own in (("", units), (", but those of tokens", inner)):
+            label = f"the previous weights in shard {{x:.0f}} of {count}{where}"
+            yield Hypothesis("stale_weights", label, own, range(count))
     yield Hypothesis("fp8_weights", "float8 per matrix, scales of the previous weights", scaled, is_rounding=True)
 
 
@@ -629,6 +635,7 @@ def _list_ropes(model: Any, config: Any) -> Rows:
         ("YaRN by {x:.0f} from the whole context", scales, {"rope_type": "yarn", "from": longest}),
         ("YaRN by {x:.0f} from a part of the context", scales, {"rope_type": "yarn"}),
         ("Llama 3's scaling by {x:.0f} from the whole context", scales, {**llama, "from": longest}),
+        ("Llama 3's scaling by {x:.0f} from a part of the context", scales, llama),
         ("Llama 3's scaling by {x:.0f} from 8192", scales, {**llama, "from": 8192}),
     ):
         yield "rope", label, {"": partial(_rebuild_rope, given)}, grid
@@ -764,8 +771,16 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     def rounded(places: Mapping[str, Place], to: Rounding) -> dict[str, Apply]:
         return _put_all(places, lambda own, x: to(own), saved=True)
 
-    def inputs(to: Rounding) -> dict[str, Apply]:
-        return {"inputs": lambda trial, x: [trial.hook_inputs(one, to) for one in linears]}
+    def inputs(to: Rounding, prompt: Rounding | None = None) -> dict[str, Apply]:
+        """`prompt`: of all tokens that were sent together."""
+
+        def change(trial: Trial, states: Tensor) -> Tensor:
+            found = to(states)
+            for row, sent in enumerate(trial.sent[:, 0].tolist() if prompt and len(states) == len(trial.sent) else ()):
+                found[row, :sent] = prompt(states[row, :sent])
+            return found
+
+        return {"inputs": lambda trial, x: [trial.hook_inputs(one, partial(change, trial)) for one in linears]}
 
     for kind, formats in FORMATS.items():
         shared = {label: to for label, to in formats.items() if not label.endswith(("per tensor", "per token"))}
@@ -775,7 +790,14 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
             own, is_scaled = label.replace("per block", "in groups of 128"), ", scales" in label
             if is_scaled or label.endswith(("per row", "per matrix", "per block")):
                 forms[f"{label}, activations per row too"] = forms[label] | inputs(row)
-                if own in shared and (is_scaled or kind != "int4"):
+                if label.endswith("per matrix") and kind != "int4":
+                    joined = {"": forms[label], ", parts of a layer joined": _join(inner, to := shared[label])}
+                    joined[", scaled alone and joined then"] = _join(inner, to, to)
+                    for words, units in joined.items():
+                        forms[f"{label}{words}"] = units
+                        forms[f"{label}{words}, activations per row too"] = units | inputs(row)
+                        forms[f"{label}{words}, activations per prompt too"] = units | inputs(row, to)
+                elif own in shared and (is_scaled or kind != "int4"):
                     forms[f"{label}, activations {own} too"] = forms[label] | inputs(shared[own])
                     forms[f"activations alone, {own}"] = inputs(shared[own])
         yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in forms.items())
@@ -799,6 +821,23 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     coarse = {at: one for at, one in inner.items() if at.endswith(".weight")}
     products = _put_all(coarse, lambda own, x: tf32(own)) | inputs(tf32)
     yield Hypothesis("dtype_tf32", "matrix products in TF32", products, is_rounding=True)
+
+
+def _join(places: Mapping[str, Place], to: Rounding, first: Rounding = lambda own: own) -> dict[str, Apply]:
+    """Engines keep queries, keys and values in one matrix, gates and other values in one."""
+    groups: dict[str, list[Place]] = {}
+    for name, place in places.items():
+        fused = re.sub(r"[qkv]_proj", "qkv_proj", re.sub(r"(gate|up)_proj", "gate_up_proj", name))
+        groups.setdefault(fused, []).append(place)
+
+    def apply(parts: Sequence[Place], trial: Trial, x: float) -> None:
+        saved = [trial.saved.get(one.name) for one in parts]
+        own = [one.weight if was is None else was for one, was in zip(parts, saved, strict=True)]
+        rows = to(torch.cat([first(one.float()) for one in own])).split([len(one) for one in own])
+        for one, value in zip(parts, rows, strict=True):
+            trial.set(one.module, one.attribute, value)
+
+    return {name: partial(apply, parts) for name, parts in groups.items()}
 
 
 def _narrow_head(to: Rounding, head: nn.Module, trial: Trial, x: float) -> None:
