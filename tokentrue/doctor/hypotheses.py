@@ -768,9 +768,6 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     outer = {at: one for at, one in matrices.items() if one.module in ends}
     linears = [one for one in model.modules() if isinstance(one, nn.Linear) and one is not head]
 
-    def rounded(places: Mapping[str, Place], to: Rounding) -> dict[str, Apply]:
-        return _put_all(places, lambda own, x: to(own), saved=True)
-
     def inputs(to: Rounding, prompt: Rounding | None = None) -> dict[str, Apply]:
         """`prompt`: of all tokens that were sent together."""
 
@@ -785,26 +782,12 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     for kind, formats in FORMATS.items():
         shared = {label: to for label, to in formats.items() if not label.endswith(("per tensor", "per token"))}
         row = FORMATS["fp8"]["float8_e4m3fn per row"] if kind == "fp8" else FORMATS["int8"]["int8 per row"]
-        forms = {label: rounded(inner, to) for label, to in shared.items()}
-        for label in shared:
-            own, is_scaled = label.replace("per block", "in groups of 128"), ", scales" in label
-            if is_scaled or label.endswith(("per row", "per matrix", "per block")):
-                forms[f"{label}, activations per row too"] = forms[label] | inputs(row)
-                if label.endswith("per matrix") and kind != "int4":
-                    joined = {"": forms[label], ", parts of a layer joined": _join(inner, to := shared[label])}
-                    joined[", scaled alone and joined then"] = _join(inner, to, to)
-                    for words, units in joined.items():
-                        forms[f"{label}{words}"] = units
-                        forms[f"{label}{words}, activations per row too"] = units | inputs(row)
-                        forms[f"{label}{words}, activations per prompt too"] = units | inputs(row, to)
-                elif own in shared and (is_scaled or kind != "int4"):
-                    forms[f"{label}, activations {own} too"] = forms[label] | inputs(shared[own])
-                    forms[f"activations alone, {own}"] = inputs(shared[own])
+        forms = _weight_forms(inner, shared, row, kind, inputs)
         yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in forms.items())
         # Most engines leave embedding and output layer as they are; some round these.
         for chosen in (*({at: one} for at, one in outer.items()), outer):
             where = " and ".join(chosen)
-            named = {f"{label}; in {where}": rounded(chosen, to) for label, to in shared.items()}
+            named = {f"{label}; in {where}": _rounded(chosen, to) for label, to in shared.items()}
             yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in named.items())
     for kind, formats in {**FORMATS, **({"dtype": NARROW} if dtype == "float32" else {})}.items():
         for is_old in (False, True):
@@ -821,6 +804,32 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     coarse = {at: one for at, one in inner.items() if at.endswith(".weight")}
     products = _put_all(coarse, lambda own, x: tf32(own)) | inputs(tf32)
     yield Hypothesis("dtype_tf32", "matrix products in TF32", products, is_rounding=True)
+
+
+def _rounded(places: Mapping[str, Place], to: Rounding) -> dict[str, Apply]:
+    return _put_all(places, lambda own, x: to(own), saved=True)
+
+
+def _weight_forms(
+    places: Mapping[str, Place], formats: Mapping[str, Rounding], row: Rounding, kind: str, inputs: Callable[..., Any]
+) -> dict[str, dict[str, Apply]]:
+    """Weights alone, and with the inputs of their products."""
+    forms = {label: _rounded(places, to) for label, to in formats.items()}
+    for label, to in formats.items():
+        own, is_scaled = label.replace("per block", "in groups of 128"), ", scales" in label
+        joined = {label: forms[label]}
+        if label.endswith("per matrix"):
+            joined[f"{label}, parts of a layer joined"] = _join(places, to)
+            joined[f"{label}, scaled alone and joined then"] = _join(places, to, to)
+            for words, units in joined.items():
+                forms[f"{words}, activations per prompt too"] = units | inputs(row, to)
+        if is_scaled or label.endswith(("per row", "per matrix", "per block")):
+            for words, units in joined.items():
+                forms |= {words: units, f"{words}, activations per row too": units | inputs(row)}
+            if own in formats and (is_scaled or kind != "int4"):
+                forms[f"{label}, activations {own} too"] = forms[label] | inputs(formats[own])
+                forms[f"activations alone, {own}"] = inputs(formats[own])
+    return forms
 
 
 def _join(places: Mapping[str, Place], to: Rounding, first: Rounding = lambda own: own) -> dict[str, Apply]:

@@ -41,6 +41,7 @@ FLOAT32_SPREAD = 1.5e-5  # typical |e| of two correct float32 implementations of
 DEPARTS = 3.0  # mean |e| in units of the spread, float32: beyond this it is no rounding
 BAND = 1.8  # the same in a coarser dtype, in units of the mean of the reference's own rounding orders
 UNITS = (0.1, 0.15, 0.22, 0.33, 0.5, 0.7, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0)  # of noise, in those of the spread
+EDGE = 0.01  # of the entries: at most so many tokens at the edge of a filter
 WORST = 10.0  # nats: a token that a hypothesis makes impossible counts as this far off
 ALLOWED = 3.0  # times the spread, for single comparisons of an engine with itself
 EVIDENCE = 12.0  # nats of log-likelihood on the held-out half
@@ -222,6 +223,10 @@ class Evidence:
             if trial.reports is not None:
                 own = trial.reports(own, seen[n], logits)
             found[number][mine] = own
+        for own in found if not self.is_exact else ():  # rounding decides whether a token at a filter's edge is kept
+            is_cut = own < -1e2
+            if 0 < int(is_cut.sum()) <= EDGE * len(own):
+                own[is_cut] = truth[is_cut]
         return found
 
 
@@ -261,14 +266,14 @@ def judge(
     # What leaves a part of the model out is larger than rounding.
     if not data.is_exact:  # the engine may round nearly as one of the orders does
         data = min(map(data.in_order, data.plain), key=lambda one: one.size(one.e, ~one.held))
+    hypotheses = chain(solve_settings(data), hypotheses)
     fits = fit_all(data, hypotheses if departs else (one for one in hypotheses if not one.is_partial))
     if not data.is_exact and fits:
         tried = [(one, Tokens(one, 10**9).sort(fits, one.order)) for one in map(data.in_order, data.plain)]
         data, fits = min(tried, key=lambda pair: pair[1][0].left)
     confirmed = [one for one in fits if is_confirmed(data, one)]
     if not confirmed and departs:
-        solved = (*solve_bias(data), *solve_settings(data), *search_edits(data, prefixes))
-        more = [Fit(hypothesis=one, x=0.0) for one in solved]
+        more = [Fit(hypothesis=one, x=0.0) for one in (*solve_bias(data), *search_edits(data, prefixes))]
         fits = [*(fit_dtypes(data) if data.is_exact else ()), *Tokens(data, 10**9).sort(more), *fits]
         confirmed = [one for one in fits if is_confirmed(data, one)]
     confirmed.sort(key=lambda one: one.hypothesis.is_general)
@@ -671,80 +676,79 @@ def solve_settings(data: Evidence) -> list[Hypothesis]:
     tokens of a place have in common is the share that filters keep, and so how many tokens they keep."""
     chosen = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
     mine = torch.isin(data.owner, torch.tensor(chosen))
-    if not chosen or not bool((data.row[mine].bincount() > 1).any()):
+    row, count = data.row[mine].unique(return_inverse=True, return_counts=True)[1:]
+    targets = torch.cat([data.observations[n].targets[1] for n in chosen or [0]])
+    if not chosen or int(count.max()) < 2:
         return []
-    fitted, e = mine & ~data.held, data.engine[mine]
-    row = data.row[mine].unique(return_inverse=True)[1]
-    count, is_fit = row.bincount(), fitted[mine]
+    reported, is_fit = data.engine[mine], ~data.held[mine]
+    asked = torch.zeros(len(count), dtype=torch.bool).index_put((row[is_fit],), torch.tensor(True))
 
-    def apart(values: Tensor) -> Tensor:
-        return values - (torch.zeros(len(count), dtype=values.dtype).index_add(0, row, values) / count)[row]
+    def mean(values: Tensor) -> Tensor:
+        return torch.zeros(len(count), dtype=torch.float64).index_add(0, row, values) / count
 
-    def penalised(name: str, by: float) -> list[Tensor]:
-        pairs = [(data.observations[n], data.plain[""][0][n]) for n in chosen]
-        return [penalise(name, PENALTIES[name][0], logits, seen, by) if name else logits for seen, logits in pairs]
-
-    def gather(rows: Sequence[Tensor]) -> Tensor:
-        targets = [data.observations[n].targets for n in chosen]
-        return torch.cat([own[at, ids] for own, (at, ids, _) in zip(rows, targets, strict=True)]).double()
-
-    gaps = apart(e)[is_fit]
+    def penalised(name: str, by: float) -> Tensor:
+        pairs = [(data.plain[data.order][0][n], data.observations[n]) for n in chosen]
+        start = PENALTIES[name][0] if name else 0
+        return torch.cat([penalise(name, start, *pair, by) if name else pair[0] for pair in pairs])
 
     def fit_heat(name: str, by: float) -> tuple[float, float]:
-        """What is left of the gaps, and the temperature that leaves it."""
-        own = apart(gather(penalised(name, by)))[is_fit]
-        heat = float((own * own).sum() / (own * gaps).sum().clamp(min=1e-9))
-        for _ in range(8):  # least absolute differences: a few tokens may be others
-            weight = 1 / (own / heat - gaps).abs().clamp(min=1e-5)
+        """What is left of the gaps, and the temperature that leaves it; a few tokens may be others."""
+        logits = penalised(name, by)[row, targets].double()
+        own, gaps = ((one - mean(one)[row])[is_fit] for one in (logits, reported))
+        weight, heat = torch.ones_like(own), 1.0
+        for _ in range(8):
             heat = float((weight * own * own).sum() / (weight * own * gaps).sum().clamp(min=1e-9))
+            weight = 1 / (own / heat - gaps).abs().clamp(min=1e-5)
         return float((own / heat - gaps).abs().mean()), heat
 
     tried = {("", 1.0): fit_heat("", 1.0)}
-    if tried["", 1.0][0] > 3 * float(data.spread.median()):
+    if tried["", 1.0][0] > float(data.spread.median()):
         tried |= {(name, by): fit_heat(name, by) for name, (_, grid) in PENALTIES.items() for by in grid}
     name, by = min(tried, key=lambda one: tried[one][0])
     for step in (0.05, 0.02, 0.008, 0.003, 0.001, 0.0004, 0.0001) if name else ():
-        near = {(name, by + sign * step): fit_heat(name, by + sign * step) for sign in (-2, -1, 1, 2)}
-        tried |= near
-        by = min((one for one in tried if one[0] == name), key=lambda one: tried[one][0])[1]
-    heat = tried[name, by][1]
-    heat = min((1.0, round(heat, 2), round(heat, 3)), key=lambda one: (abs(one - heat) > 2e-3 * heat, one != 1))
-    logits = torch.cat(penalised(name, by)).double() / heat
-    own, first = logits[row, gather_ids(data, chosen)], logits.topk(min(LIKELIEST, logits.shape[-1])).values
-    common = torch.zeros(len(count), dtype=torch.float64).index_add(0, row, own - e) / count
-    asked = torch.zeros(len(count), dtype=torch.bool).index_put((row[is_fit],), torch.tensor(True))
+        near = [(name, by + sign * step) for sign in (-2, -1, 1, 2)]
+        tried |= {one: fit_heat(*one) for one in near}
+        name, by = min((name, by), *near, key=lambda one: tried[one][0])
+    own = tried[name, by][1]
+    rounded = (round(own / by) * by for by in (0.1, 0.05, 0.01, 0.001) if own > by)
+    heats = {f"{heat:.4g}": heat for heat in (own, *rounded, 1.0)}
+    plain, found = penalised(name, by), list[Hypothesis]()
+    for heat in heats.values():
+        logits = plain.double() / heat
+        first, total = logits.topk(min(LIKELIEST, logits.shape[-1])).values, logits.logsumexp(-1)
+        filters = _solve_filters(first, total, mean(logits[row, targets] - reported), asked)
+        if name or heat != 1 or filters:
+            found.append(sampler(name, by, heat, filters))
+    return found
+
+
+def _solve_filters(first: Tensor, whole: Tensor, seen: Tensor, asked: Tensor) -> dict[str, float]:
+    """By the likeliest logits `[rows, n]`, and the logarithms of the sums of all exponentials and of those kept."""
     found: list[tuple[float, int, dict[str, float]]] = []
     for k in (0, *FILTERS["top_k"]):
-        total = first[:, :k].logsumexp(-1) if k else logits.logsumexp(-1)
-        probs = (first - total[:, None]).exp() if not k else (first[:, :k] - total[:, None]).exp()
-        mass, share = probs.cumsum(-1), (common - total).exp()
+        total = first[:, :k].logsumexp(-1) if k else whole
+        probs = (first[:, : k or None] - total[:, None]).exp()
+        mass, left = probs.cumsum(-1), (seen - total)[:, None]
         kept = {"top_k": float(k)} if k else {}
-        off = (common - total).abs()[asked].mean()
-        found.append((float(off), len(kept), kept))
-        last = (mass - share[:, None]).abs().argmin(-1, keepdim=True)
-        before, after = (mass - probs).gather(1, last)[asked], mass.gather(1, last)[asked]
-        least = probs / probs[:, :1]
-        below = torch.cat((least[:, 1:], torch.zeros_like(least[:, :1])), -1).gather(1, last)[asked]
-        for filtered, low, high in (("top_p", before, after), ("min_p", below, least.gather(1, last)[asked])):
-            x = _roundest(
-                float(low.quantile(0.98)),
-                float(high[high < 1 - 1e-9].quantile(0.02)) if bool((high < 1 - 1e-9).any()) else 1.0,
-            )
-            cut = count_kept(probs, filtered, x)
-            off = (common - total - mass.gather(1, cut - 1)[:, 0].log()).abs()[asked].mean()
-            found.append((float(off), len(kept) + 1, kept | {filtered: x}))
-    best = min(found, key=lambda one: (one[0] > 1.05 * min(found, key=lambda two: two[0])[0] + 1e-6, one[1], one[0]))
-    return [sampler(name, by, heat, best[2])] if name or heat != 1 or best[2] else []
-
-
-def gather_ids(data: Evidence, chosen: Sequence[int]) -> Tensor:
-    return torch.cat([data.observations[n].targets[1] for n in chosen])
+        found.append((float(left.abs()[asked].mean()), len(kept), kept))
+        last = (mass - left.exp()).abs().argmin(-1, keepdim=True)
+        least = torch.cat((probs, torch.zeros_like(probs[:, :1])), -1) / probs[:, :1]
+        is_cut = asked[:, None] & (mass.gather(1, last) < 1 - 1e-6)
+        # In a row that keeps n tokens the number lies between two edges.
+        edges = {"top_p": ((mass - probs).gather(1, last), mass.gather(1, last))}
+        edges["min_p"] = least.gather(1, last + 1), least.gather(1, last)
+        for name, (low, high) in edges.items() if bool(is_cut.any()) else ():
+            x = _roundest(*sorted((float(low[is_cut].quantile(0.98)), float(high[is_cut].quantile(0.02)))))
+            off = left - mass.gather(1, count_kept(probs, name, x) - 1).log()
+            found.append((float(off.abs()[asked].mean()), len(kept) + 1, kept | {name: x}))
+    least_off = min(found, key=lambda one: one[0])[0]
+    return min((one for one in found if one[0] <= 1.05 * least_off + 1e-6), key=lambda one: (one[1], one[0]))[2]
 
 
 def _roundest(low: float, high: float) -> float:
     """The number with the fewest digits between the two."""
-    low, high = min(low, high), max(low, high)
-    return next((x for n in range(1, 7) if low < (x := round(math.ceil(low * 10**n + 1e-9) / 10**n, n)) <= high), high)
+    rounded = (math.ceil(low * 10**n + 1e-9) / 10**n for n in range(1, 7))
+    return next((x for x in rounded if low < x <= high), high)
 
 
 def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hypothesis]:
