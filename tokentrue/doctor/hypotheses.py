@@ -54,6 +54,7 @@ PENALTIES: Mapping[str, tuple[int, Sequence[float]]] = {
     "prompt's frequency": (0, (-0.5, 0.1, 0.5)),
 }
 LOCAL, PARTIAL, ROUNDING, SAMPLING = ({f"is_{name}": True} for name in ("local", "partial", "rounding", "sampling"))
+NARROWED = {"is_narrow": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Hypothesis:
     is_sampling: bool = False  # of sampled tokens alone: prompt log-probabilities do not show it
     is_output: bool = False  # of logits or reports alone: the model need not run again
     is_rounding: bool = False  # it rounds: small differences before it become steps, and no simulation is exact
+    is_narrow: bool = False  # a part computes in 16 bits, as it does in every engine of such a dtype
     is_partial: bool = False  # never in all units at once
     is_local: bool = False  # may be wrong in one layer, where the effect of all says nothing about it
     is_general: bool = False  # named by what happens to numbers: listed after a name that says why
@@ -208,7 +210,7 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
         ("outputs", "stop_banned", "stop tokens removed from the first {x:.0f} tokens", ban, (4, 8, 16, 32, 9999), "whole", SAMPLING),
         *(("outputs", "sampled_penalty", f"a {name} penalty of {{x:.3g}}", partial(penalise, name, start), grid, "real", SAMPLING) for name, (start, grid) in PENALTIES.items()),
         ("outputs", "sampled_penalty", "no {x:.0f} tokens that were there before", ban_runs, range(1, 7), SAMPLING),
-        *(("outputs", "head_dtype", f"logits rounded to {name}", lambda z, seen, x, to=to: to(z), ROUNDING) for name, to in NARROW.items()),
+        *(("outputs", "head_dtype", f"logits rounded to {name}", lambda z, seen, x, to=to: to(z), ROUNDING | NARROWED) for name, to in NARROW.items()),
     ]  # fmt: skip
     yield from _read(rows, _on)
     for name, grid in FILTERS.items():
@@ -619,7 +621,7 @@ def _list_ropes(model: Any, config: Any) -> Rows:
     settings: Rows = (
         ("rope base {x:.4g}", "inv_freq", lambda own, x: own * (x / base) ** -place(own), [base * by for by in (*FAR, 10.0, 100.0, 0.1, 0.01)], "real"),
         ("rope frequencies ÷ {x:.4g}", "inv_freq", lambda own, x: own / x, (*FAR, 8.0), "real"),
-        ("rope frequencies in bfloat16", "inv_freq", lambda own, x: own.bfloat16().float()),
+        ("rope frequencies in bfloat16", "inv_freq", lambda own, x: own.bfloat16().float(), NARROWED),
         ("{x:.2g} of the dimensions turn", "inv_freq", lambda own, x: own * (place(own) < x), (0.5, 0.25, 0.75, 0)),
         ("rope turns the other way", "inv_freq", lambda own, x: -own),
         ("cosines and sines times {x:.4g}", "attention_scaling", mul, (*FAR, 8.0), "real"),
@@ -646,8 +648,8 @@ def _list_ropes(model: Any, config: Any) -> Rows:
 
     for name, to in NARROW.items():
         table = _out(lambda inputs, out, x, to=to: tuple(map(to, out)), is_whole=True)
-        yield "rope", f"cosines and sines in {name}", _at({"": own}, table)
-        yield "rope", f"angles of rotation in {name}", _at({"": own}, _out(partial(turn, to), is_whole=True))
+        yield "rope", f"cosines and sines in {name}", _at({"": own}, table), NARROWED
+        yield "rope", f"angles of rotation in {name}", _at({"": own}, _out(partial(turn, to), is_whole=True)), NARROWED
     stop = lambda one, trial, x: trial.give(one, "position_embeddings", still)  # noqa: E731
     yield "rope", "queries and keys are not turned", _at(_having(model, "q_proj", "k_proj"), stop), LOCAL
 
@@ -720,7 +722,12 @@ def _list_experts(model: nn.Module, config: Any) -> Rows:
         change = _out(lambda inputs, out, x, by=by: (out[0], by(out[0].gather(-1, out[2])), out[2]), is_whole=True)
         yield "expert_weights", f"expert weights: {words}", _at(routers, change)
     for dtype in (torch.bfloat16, torch.float16):
-        yield "router_dtype", f"the router in {dtype}", _at(routers, partial(_narrow_router, dtype)), ROUNDING
+        yield (
+            "router_dtype",
+            f"the router in {dtype}",
+            _at(routers, partial(_narrow_router, dtype)),
+            ROUNDING | NARROWED,
+        )
     if count > 16:
         return
     owners = {at: [Place(one, name) for name, own in one.named_parameters(recurse=False) if len(own) == count]
@@ -773,8 +780,9 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
 
         def change(trial: Trial, states: Tensor) -> Tensor:
             found = to(states)
-            for row, sent in enumerate(trial.sent[:, 0].tolist() if prompt and len(states) == len(trial.sent) else ()):
-                found[row, :sent] = prompt(states[row, :sent])
+            if prompt is not None and len(states) == len(trial.sent):
+                for row, sent in enumerate(trial.sent[:, 0].tolist()):
+                    found[row, :sent] = prompt(states[row, :sent])
             return found
 
         return {"inputs": lambda trial, x: [trial.hook_inputs(one, partial(change, trial)) for one in linears]}

@@ -235,9 +235,10 @@ class Reference:
         self._logits.clear()
 
     @contextmanager
-    def in_dtype(self, dtype: str) -> Iterator[None]:
-        """The model computes in that dtype, but for the sums in a product."""
-        own = [(one, one.data) for one in (*self.model.parameters(), *self.model.buffers()) if one.is_floating_point()]
+    def in_dtype(self, dtype: str, *, are_tables_wide: bool = False) -> Iterator[None]:
+        """The model computes in that dtype, but for the sums in a product; rotary frequencies may stay in float32."""
+        tensors = [*self.model.parameters(), *([] if are_tables_wide else self.model.buffers())]
+        own = [(one, one.data) for one in tensors if one.is_floating_point()]
         try:
             for one, value in own:
                 one.data = value.to(getattr(torch, dtype))
