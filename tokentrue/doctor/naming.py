@@ -171,9 +171,9 @@ class Evidence:
 
     def _costs(self, residual: Tensor) -> tuple[float, Tensor]:
         """Of the tokens of the fit together, and of each entry. In a coarser dtype the engine may round nearly as the
-        reference does: the unit is fitted."""
+        reference does: the unit is fitted, but where rounding alone may be the whole difference."""
         found = list[tuple[float, Tensor]]()
-        for unit in (1.0,) if self.is_exact else UNITS:
+        for unit in (1.0,) if self.is_exact or not self.departs else UNITS:
             own = residual.clamp(-WORST, WORST) / (unit * self.spread)
             each = self.weight * (math.log(unit) + 2.5 * torch.log1p(own * own / 4))
             found.append((float(each[~self.held].sum()), each))
