@@ -529,11 +529,12 @@ def list_sets(names: Sequence[str]) -> Iterator[Iterable[str]]:
         at = re.match(r"(.*?\.\d+)\.?(.*)", name)
         layers.setdefault(at[1] if at else name, []).append(name)
         kinds.setdefault(at[2] if at else "", []).append(name)
-    for parts in ([[name] for name in names] if len(names) <= 4 * MANY else [], [*layers.values()]):
+    inner = [one for one in layers.values() if one[0].count(".") > 1]  # embedding and output layer may share theirs
+    singles = [[[name] for name in side] for side in (names, [*chain(*inner)]) if len(side) <= 4 * MANY]
+    for parts in (*singles, [*layers.values()]):
         for at in range(len(parts)):
             yield chain(*parts[:at])
             yield chain(*parts[at:])
-    inner = [one for one in layers.values() if one[0].count(".") > 1]
     yield chain(*inner)
     for first, end in combinations(range(len(inner) + 1), 2) if len(inner) < 13 else ():
         yield chain(*inner[first:end])
