@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field, replace
 from itertools import chain, combinations
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ class Evidence:
         finally:
             model.set_attn_implementation(own)
 
-    def in_order(self, order: str) -> Evidence:
+    def in_order(self, order: str) -> Self:
         found = copy.copy(self)
         found.order = order
         return found
