@@ -20,6 +20,7 @@ from tokentrue.doctor.hypotheses import list_hypotheses
 from tokentrue.doctor.naming import Evidence, judge, judge_draws
 from tokentrue.doctor.reference import Observation
 from tokentrue.doctor.weights import _draws
+from tokentrue.providers.hf import filter_logprobs
 from tokentrue.renderers import load_renderer
 from tokentrue.types import Sampling
 
@@ -236,6 +237,60 @@ async def test_forms_parts_and_pairs_of_changes(
     evidence = await gather(seeded.engine)
     found = judged(evidence, previous=tmp_path if seeded.previous is not None else None, only=only, words=words)
     assert found.fault in seeded.names and expected in found.detail, found
+
+
+@pytest.mark.parametrize("rank", [None, pytest.param(1, marks=pytest.mark.slow)])
+async def test_an_update_that_stopped_or_missed_a_rank_is_found_though_it_is_large(
+    rank: int | None, tmp_path: Path
+) -> None:
+    """Effects of its tensors do not add up."""
+    model = e.calculator()
+    old = reported.trained(model, random.Random(5), 0.04)
+    names = [name for name, _ in model.named_parameters()]
+    for name in names[14:]:
+        own, was = model.get_parameter(name).data, old.get_parameter(name).data
+        if rank is None:
+            own.copy_(was)
+    for name in [] if rank is None else [name for name in names if "_proj" in name]:
+        side = int(name.endswith(("o_proj.weight", "down_proj.weight")))
+        parts = [one.get_parameter(name).data.chunk(2, side)[rank or 0] for one in (model, old)]
+        parts[0].copy_(parts[1])
+    old.save_pretrained(tmp_path)
+    found = judged(await gather(reported.Engine(model)), previous=tmp_path, only="stale")
+    assert found.fault == "stale_weights", found
+    assert ("shard 1 of 2" if rank else names[14]) in found.detail, found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_defaults_of_a_sampler_are_solved_together(dtype: str) -> None:
+    """Those that many checkpoints bring: a penalty, a temperature, top-k and top-p."""
+    engine = reported.Engine(e.calculator(), dtype)
+
+    def drawn(logits: torch.Tensor, ids: list[int], sent: int) -> torch.Tensor:
+        logits, seen = logits.clone(), torch.tensor(sorted({*ids}))
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.05, logits[seen] * 1.05)
+        return filter_logprobs((logits / 0.7).log_softmax(0), Sampling(top_k=20, top_p=0.8))
+
+    engine.on_logits = drawn
+    found = judged(await gather(engine, dtype, tokens=80), only="sampled")
+    assert found.fault == "sampled_filters", found
+    assert "penalty of 1.0" in found.detail and "temperature 0.7" in found.detail, found
+    assert "top_k 20" in found.detail, found
+
+
+async def test_float8_of_fused_matrices_has_one_scale() -> None:
+    model = e.calculator()
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for group in (
+            (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)
+        ):  # fmt: skip
+            rows = e.to_fp8(torch.cat([one.weight.data for one in group]))
+            for one, own in zip(group, rows.split([len(one.weight) for one in group]), strict=True):
+                one.weight.data = own
+        attention.o_proj.weight.data = e.to_fp8(attention.o_proj.weight.data)
+    found = judged(await gather(reported.Engine(model)), only="fp8_weights")
+    assert found.fault == "fp8_weights" and "joined" in found.detail, found
 
 
 @pytest.mark.parametrize("is_seeded", [True, False])

@@ -54,6 +54,7 @@ PENALTIES: Mapping[str, tuple[int, Sequence[float]]] = {
     "prompt's frequency": (0, (-0.5, 0.1, 0.5)),
 }
 LOCAL, PARTIAL, ROUNDING, SAMPLING = ({f"is_{name}": True} for name in ("local", "partial", "rounding", "sampling"))
+NARROWED = {"is_narrow": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class Hypothesis:
     is_sampling: bool = False  # of sampled tokens alone: prompt log-probabilities do not show it
     is_output: bool = False  # of logits or reports alone: the model need not run again
     is_rounding: bool = False  # it rounds: small differences before it become steps, and no simulation is exact
+    is_narrow: bool = False  # a part computes in 16 bits, as it does in every engine of such a dtype
     is_partial: bool = False  # never in all units at once
     is_local: bool = False  # may be wrong in one layer, where the effect of all says nothing about it
     is_general: bool = False  # named by what happens to numbers: listed after a name that says why
@@ -208,26 +210,29 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
         ("outputs", "stop_banned", "stop tokens removed from the first {x:.0f} tokens", ban, (4, 8, 16, 32, 9999), "whole", SAMPLING),
         *(("outputs", "sampled_penalty", f"a {name} penalty of {{x:.3g}}", partial(penalise, name, start), grid, "real", SAMPLING) for name, (start, grid) in PENALTIES.items()),
         ("outputs", "sampled_penalty", "no {x:.0f} tokens that were there before", ban_runs, range(1, 7), SAMPLING),
-        *(("outputs", "head_dtype", f"logits rounded to {name}", lambda z, seen, x, to=to: to(z), ROUNDING) for name, to in NARROW.items()),
+        *(("outputs", "head_dtype", f"logits rounded to {name}", lambda z, seen, x, to=to: to(z), ROUNDING | NARROWED) for name, to in NARROW.items()),
     ]  # fmt: skip
     yield from _read(rows, _on)
     for name, grid in FILTERS.items():
-        yield _filtered(name, grid, details=_two_filters if name == "top_p" else None)
+        change = lambda z, seen, x, name=name: filter_logits(z, x, name=name)  # noqa: E731
+        fit = "" if name == "top_k" else "real"
+        yield _on("outputs", "sampled_filters", f"{name} {{x:.3g}}", change, grid, fit, is_sampling=True)
 
 
-def _filtered(
-    name: str, grid: Sequence[float], before: Rounding = lambda z: z, label: str = "", **how: Any
-) -> Hypothesis:
-    change = lambda z, seen, x: filter_logits(before(z), x, name=name)  # noqa: E731
-    fit, label = "" if name == "top_k" else "real", f"{label}{name} {{x:.3g}}"
-    return _on("outputs", "sampled_filters", label, change, grid, fit, is_sampling=True, **how)
+def sampler(penalty: str, by: float, temperature: float, filters: Mapping[str, float]) -> Hypothesis:
+    """Defaults of an engine: a penalty, a temperature, filters, in the order of most engines."""
 
+    def change(z: Tensor, seen: Observation, x: float) -> Tensor:
+        z = (penalise(penalty, PENALTIES[penalty][0], z, seen, by) if penalty else z) / temperature
+        for name, value in filters.items():
+            z = filter_logits(z, value, name=name)
+        return z
 
-def _two_filters() -> list[Hypothesis]:
-    """Defaults of an engine often have two of temperature, top-k and top-p."""
-    first = {f"temperature {t:g} and ": lambda z, t=t: z / t for t in TEMPERATURES if t != 1}
-    first |= {f"top_k {k} and ": partial(filter_logits, x=k, name="top_k") for k in (10, 20, 40, 50)}
-    return [_filtered("top_p", FILTERS["top_p"], before, label) for label, before in first.items()]
+    words = [f"a {penalty} penalty of {by:.3g}"] if penalty else []
+    words += [f"temperature {temperature:.3g}"] if temperature != 1 else []
+    words += [f"{name} {value:.3g}" for name, value in filters.items()]
+    fault = "sampled_filters" if filters else "sampled_penalty" if penalty else "sampled_temperature"
+    return _on("outputs", fault, " and ".join(words), change, is_sampling=True)
 
 
 def biased(bias: Mapping[int, float]) -> Hypothesis:
@@ -416,7 +421,10 @@ def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> I
         label, grid = "the previous weights, and {x:.3g} of the update", (0.0, 0.5, 1.0, 2.0, 0.9, 1.1)
         yield from _in_spans(Hypothesis("stale_weights", label, changed, grid, "real"))
     for count, units in shards.items():
-        yield Hypothesis("stale_weights", f"the previous weights in shard {{x:.0f}} of {count}", units, range(count))
+        inner = {name: unit for name, unit in units.items() if "_proj" in name}
+        for where, own in (("", units), (", but those of tokens", inner)):
+            label = f"the previous weights in shard {{x:.0f}} of {count}{where}"
+            yield Hypothesis("stale_weights", label, own, range(count))
     yield Hypothesis("fp8_weights", "float8 per matrix, scales of the previous weights", scaled, is_rounding=True)
 
 
@@ -613,7 +621,7 @@ def _list_ropes(model: Any, config: Any) -> Rows:
     settings: Rows = (
         ("rope base {x:.4g}", "inv_freq", lambda own, x: own * (x / base) ** -place(own), [base * by for by in (*FAR, 10.0, 100.0, 0.1, 0.01)], "real"),
         ("rope frequencies ÷ {x:.4g}", "inv_freq", lambda own, x: own / x, (*FAR, 8.0), "real"),
-        ("rope frequencies in bfloat16", "inv_freq", lambda own, x: own.bfloat16().float()),
+        ("rope frequencies in bfloat16", "inv_freq", lambda own, x: own.bfloat16().float(), NARROWED),
         ("{x:.2g} of the dimensions turn", "inv_freq", lambda own, x: own * (place(own) < x), (0.5, 0.25, 0.75, 0)),
         ("rope turns the other way", "inv_freq", lambda own, x: -own),
         ("cosines and sines times {x:.4g}", "attention_scaling", mul, (*FAR, 8.0), "real"),
@@ -629,6 +637,7 @@ def _list_ropes(model: Any, config: Any) -> Rows:
         ("YaRN by {x:.0f} from the whole context", scales, {"rope_type": "yarn", "from": longest}),
         ("YaRN by {x:.0f} from a part of the context", scales, {"rope_type": "yarn"}),
         ("Llama 3's scaling by {x:.0f} from the whole context", scales, {**llama, "from": longest}),
+        ("Llama 3's scaling by {x:.0f} from a part of the context", scales, llama),
         ("Llama 3's scaling by {x:.0f} from 8192", scales, {**llama, "from": 8192}),
     ):
         yield "rope", label, {"": partial(_rebuild_rope, given)}, grid
@@ -639,8 +648,8 @@ def _list_ropes(model: Any, config: Any) -> Rows:
 
     for name, to in NARROW.items():
         table = _out(lambda inputs, out, x, to=to: tuple(map(to, out)), is_whole=True)
-        yield "rope", f"cosines and sines in {name}", _at({"": own}, table)
-        yield "rope", f"angles of rotation in {name}", _at({"": own}, _out(partial(turn, to), is_whole=True))
+        yield "rope", f"cosines and sines in {name}", _at({"": own}, table), NARROWED
+        yield "rope", f"angles of rotation in {name}", _at({"": own}, _out(partial(turn, to), is_whole=True)), NARROWED
     stop = lambda one, trial, x: trial.give(one, "position_embeddings", still)  # noqa: E731
     yield "rope", "queries and keys are not turned", _at(_having(model, "q_proj", "k_proj"), stop), LOCAL
 
@@ -713,7 +722,12 @@ def _list_experts(model: nn.Module, config: Any) -> Rows:
         change = _out(lambda inputs, out, x, by=by: (out[0], by(out[0].gather(-1, out[2])), out[2]), is_whole=True)
         yield "expert_weights", f"expert weights: {words}", _at(routers, change)
     for dtype in (torch.bfloat16, torch.float16):
-        yield "router_dtype", f"the router in {dtype}", _at(routers, partial(_narrow_router, dtype)), ROUNDING
+        yield (
+            "router_dtype",
+            f"the router in {dtype}",
+            _at(routers, partial(_narrow_router, dtype)),
+            ROUNDING | NARROWED,
+        )
     if count > 16:
         return
     owners = {at: [Place(one, name) for name, own in one.named_parameters(recurse=False) if len(own) == count]
@@ -761,28 +775,27 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     outer = {at: one for at, one in matrices.items() if one.module in ends}
     linears = [one for one in model.modules() if isinstance(one, nn.Linear) and one is not head]
 
-    def rounded(places: Mapping[str, Place], to: Rounding) -> dict[str, Apply]:
-        return _put_all(places, lambda own, x: to(own), saved=True)
+    def inputs(to: Rounding, prompt: Rounding | None = None) -> dict[str, Apply]:
+        """`prompt`: of all tokens that were sent together."""
 
-    def inputs(to: Rounding) -> dict[str, Apply]:
-        return {"inputs": lambda trial, x: [trial.hook_inputs(one, to) for one in linears]}
+        def change(trial: Trial, states: Tensor) -> Tensor:
+            found = to(states)
+            if prompt is not None and len(states) == len(trial.sent):
+                for row, sent in enumerate(trial.sent[:, 0].tolist()):
+                    found[row, :sent] = prompt(states[row, :sent])
+            return found
+
+        return {"inputs": lambda trial, x: [trial.hook_inputs(one, partial(change, trial)) for one in linears]}
 
     for kind, formats in FORMATS.items():
         shared = {label: to for label, to in formats.items() if not label.endswith(("per tensor", "per token"))}
         row = FORMATS["fp8"]["float8_e4m3fn per row"] if kind == "fp8" else FORMATS["int8"]["int8 per row"]
-        forms = {label: rounded(inner, to) for label, to in shared.items()}
-        for label in shared:
-            own, is_scaled = label.replace("per block", "in groups of 128"), ", scales" in label
-            if is_scaled or label.endswith(("per row", "per matrix", "per block")):
-                forms[f"{label}, activations per row too"] = forms[label] | inputs(row)
-                if own in shared and (is_scaled or kind != "int4"):
-                    forms[f"{label}, activations {own} too"] = forms[label] | inputs(shared[own])
-                    forms[f"activations alone, {own}"] = inputs(shared[own])
+        forms = _weight_forms(inner, shared, row, kind, inputs)
         yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in forms.items())
         # Most engines leave embedding and output layer as they are; some round these.
         for chosen in (*({at: one} for at, one in outer.items()), outer):
             where = " and ".join(chosen)
-            named = {f"{label}; in {where}": rounded(chosen, to) for label, to in shared.items()}
+            named = {f"{label}; in {where}": _rounded(chosen, to) for label, to in shared.items()}
             yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in named.items())
     for kind, formats in {**FORMATS, **({"dtype": NARROW} if dtype == "float32" else {})}.items():
         for is_old in (False, True):
@@ -799,6 +812,49 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     coarse = {at: one for at, one in inner.items() if at.endswith(".weight")}
     products = _put_all(coarse, lambda own, x: tf32(own)) | inputs(tf32)
     yield Hypothesis("dtype_tf32", "matrix products in TF32", products, is_rounding=True)
+
+
+def _rounded(places: Mapping[str, Place], to: Rounding) -> dict[str, Apply]:
+    return _put_all(places, lambda own, x: to(own), saved=True)
+
+
+def _weight_forms(
+    places: Mapping[str, Place], formats: Mapping[str, Rounding], row: Rounding, kind: str, inputs: Callable[..., Any]
+) -> dict[str, dict[str, Apply]]:
+    """Weights alone, and with the inputs of their products."""
+    forms = {label: _rounded(places, to) for label, to in formats.items()}
+    for label, to in formats.items():
+        own, is_scaled = label.replace("per block", "in groups of 128"), ", scales" in label
+        joined = {label: forms[label]}
+        if label.endswith("per matrix"):
+            joined[f"{label}, parts of a layer joined"] = _join(places, to)
+            joined[f"{label}, scaled alone and joined then"] = _join(places, to, to)
+            for words, units in joined.items():
+                forms[f"{words}, activations per prompt too"] = units | inputs(row, to)
+        if is_scaled or label.endswith(("per row", "per matrix", "per block")):
+            for words, units in joined.items():
+                forms |= {words: units, f"{words}, activations per row too": units | inputs(row)}
+            if own in formats and (is_scaled or kind != "int4"):
+                forms[f"{label}, activations {own} too"] = forms[label] | inputs(formats[own])
+                forms[f"activations alone, {own}"] = inputs(formats[own])
+    return forms
+
+
+def _join(places: Mapping[str, Place], to: Rounding, first: Rounding = lambda own: own) -> dict[str, Apply]:
+    """Engines keep queries, keys and values in one matrix, gates and other values in one."""
+    groups: dict[str, list[Place]] = {}
+    for name, place in places.items():
+        fused = re.sub(r"[qkv]_proj", "qkv_proj", re.sub(r"(gate|up)_proj", "gate_up_proj", name))
+        groups.setdefault(fused, []).append(place)
+
+    def apply(parts: Sequence[Place], trial: Trial, x: float) -> None:
+        saved = [trial.saved.get(one.name) for one in parts]
+        own = [one.weight if was is None else was for one, was in zip(parts, saved, strict=True)]
+        rows = to(torch.cat([first(one.float()) for one in own])).split([len(one) for one in own])
+        for one, value in zip(parts, rows, strict=True):
+            trial.set(one.module, one.attribute, value)
+
+    return {name: partial(apply, parts) for name, parts in groups.items()}
 
 
 def _narrow_head(to: Rounding, head: nn.Module, trial: Trial, x: float) -> None:

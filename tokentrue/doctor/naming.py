@@ -6,26 +6,40 @@ and if no hypothesis of another name does as well; one that predicts the same nu
 else is `unknown`.
 """
 
+import copy
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import field, replace
-from typing import Any
+from itertools import chain, combinations
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from tokentrue.doctor.findings import Finding, fault, ok
 from tokentrue.doctor.formats import NARROW
-from tokentrue.doctor.hypotheses import FILTERS, TEMPERATURES, Hypothesis, biased, count_kept, edited
-from tokentrue.doctor.reference import Observation, Reference, WideSums, compute_batch, compute_logits, read_entries
+from tokentrue.doctor.hypotheses import (
+    FILTERS,
+    PENALTIES,
+    TEMPERATURES,
+    Hypothesis,
+    biased,
+    count_kept,
+    edited,
+    penalise,
+    sampler,
+)
+from tokentrue.doctor.reference import Observation, Reference, compute_batch, compute_logits, read_entries
 from tokentrue.records import record
 
 FLOAT32_SPREAD = 1.5e-5  # typical |e| of two correct float32 implementations of a small model
 DEPARTS = 3.0  # mean |e| in units of the spread, float32: beyond this it is no rounding
 BAND = 1.8  # the same in a coarser dtype, in units of the mean of the reference's own rounding orders
+UNITS = (0.1, 0.15, 0.22, 0.33, 0.5, 0.7, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0)  # of noise, in those of the spread
+EDGE = 0.01  # of the entries: at most so many tokens at the edge of a filter
 WORST = 10.0  # nats: a token that a hypothesis makes impossible counts as this far off
 ALLOWED = 3.0  # times the spread, for single comparisons of an engine with itself
 EVIDENCE = 12.0  # nats of log-likelihood on the held-out half
@@ -53,7 +67,10 @@ class Evidence:
         self.is_exact = dtype == "float32"
         # Trials in one forward pass: that of a small model takes as long for many.
         self.at_once = max(1, min(16, 20_000_000 // sum(one.numel() for one in reference.model.parameters())))
-        self.logits = [reference.plain_logits(seen) for seen in self.observations]
+        self.order = ""  # of rounding: what the search compares the engine with
+        # Logits and log-probabilities of the reference, by order.
+        self.plain: dict[str, tuple[Sequence[Tensor], Tensor]] = {}
+        logits = [reference.plain_logits(seen) for seen in self.observations]
         columns, values, start = list[Tensor](), list[Tensor](), 0
         for number, seen in enumerate(self.observations):
             row, _, reported = seen.targets
@@ -67,11 +84,10 @@ class Evidence:
         self.row, self.owner, self.position, *flags = torch.cat(columns, dim=1)
         self.is_first, self.is_chosen, self.is_prompt = (one.bool() for one in flags)
         self.held, self.weight = self.row % 2 == 1, self.row.bincount()[self.row].double().rsqrt()
-        self.engine, self.truth = torch.cat(values), self.read(self.logits)
-        self.e = self.engine - self.truth
+        self.engine = torch.cat(values)
+        self.plain[""] = logits, self.read(logits)
         self.mean_limit, self.largest_limit = 5e-5, 1e-3  # of |e| of chosen tokens: beyond this it is no rounding
         self.honest = 1.0  # the size of a difference that is nothing but rounding; `limit` leaves room for other orders
-        self.coarseness = 1.0  # the coarsest order of rounding ÷ the one that trials can use
         self.spread, self.limit = self._measure_spread()
         self.departs = self.size(self.e) > self.limit
 
@@ -84,20 +100,44 @@ class Evidence:
     def read(self, logits: Sequence[Tensor]) -> Tensor:
         return torch.cat([read_entries(seen, rows) for seen, rows in zip(self.observations, logits, strict=True)])
 
+    @property
+    def truth(self) -> Tensor:
+        return self.plain[self.order][1]
+
+    @property
+    def e(self) -> Tensor:
+        return self.engine - self.truth
+
     def orders(self, dtype: str) -> Iterator[Tensor]:
-        """What the reference differs by in other orders of rounding: by module, by operation, eager, cached."""
-        model, seen = self.reference.model, self.observations
-        if dtype != "float32":
-            trial = self.reference.trial()
-            trial.round_modules(getattr(torch, dtype))
-            yield self.read(compute_batch(model, seen, [trial] * len(seen))) - self.truth
-            model = self.reference.in_dtype(dtype)
-            with WideSums():
-                found = [compute_logits(model, one) for one in seen]
-            yield self.read(found) - self.truth
-        with WideSums() if dtype != "float32" else nullcontext(), _eager(model):
-            found = [compute_logits(model, one, is_cached=True) for one in seen]
-        yield self.read(found) - self.truth
+        """What the reference differs by in other orders of rounding."""
+        for order in [f"{dtype} {how}" for how in (("", "tables", "eager") if dtype != "float32" else ("eager",))]:
+            with self._computing(order):
+                is_cached = order.endswith("eager")
+                found = [compute_logits(self.reference.model, one, is_cached=is_cached) for one in self.observations]
+            if dtype == self.dtype:
+                self.plain[order] = found, self.read(found)
+            yield self.read(found) - self.plain[""][1]
+
+    @contextmanager
+    def _computing(self, order: str) -> Iterator[None]:
+        model = self.reference.model
+        own = getattr(model.config, "_attn_implementation", "sdpa")
+        try:
+            if order.endswith("eager"):
+                model.set_attn_implementation("eager")
+            with self.reference.in_dtype(order.split(" ")[0] or "float32", are_tables_wide=order.endswith("tables")):
+                yield
+        finally:
+            model.set_attn_implementation(own)
+
+    def in_order(self, order: str) -> Self:
+        found = copy.copy(self)
+        found.order = order
+        return found
+
+    @property
+    def other_order(self) -> str:
+        return next(order for order in self.plain if order not in ("", self.order))
 
     def _measure_spread(self) -> tuple[Tensor, float]:
         """Per entry, the size of honest differences; and the mean |e| in these units that is still honest."""
@@ -112,9 +152,9 @@ class Evidence:
         squares = found.square().mean(dim=0)
         pooled = squares.sum() / doubt.sum().clamp(min=1e-9)
         self.spread = (0.5 * squares + 0.5 * pooled * doubt + 4e-4 * pooled).sqrt().clamp(min=1e-6)
-        sizes = [self.size(one) for one in found]
-        self.honest, self.coarseness = 1.25 * max(sizes), max(sizes) / max(sizes[0], 1e-12)
-        return self.spread, BAND * max(sizes)
+        coarsest = max(self.size(one) for one in found)
+        self.honest = 1.25 * coarsest
+        return self.spread, BAND * coarsest
 
     def size(self, residual: Tensor, where: Tensor | None = None) -> float:
         """Mean |residual| in units of the spread."""
@@ -124,8 +164,18 @@ class Evidence:
     def gains(self, residual: Tensor) -> Tensor:
         """Nats by which each entry is likelier under the hypothesis, by Student's t with 4 degrees of freedom: rounding
         has heavy tails."""
-        now, before = (one.clamp(-WORST, WORST) / self.spread for one in (residual, self.e))
-        return 2.5 * self.weight * (torch.log1p(before * before / 4) - torch.log1p(now * now / 4))
+        null = min((self.engine - truth for _, truth in self.plain.values()), key=lambda one: self._costs(one)[0])
+        return self._costs(null)[1] - self._costs(residual)[1]
+
+    def _costs(self, residual: Tensor) -> tuple[float, Tensor]:
+        """Of the tokens of the fit together, and of each entry. In a coarser dtype the engine may round nearly as the
+        reference does: the unit is fitted, but where rounding alone may be the whole difference."""
+        found = list[tuple[float, Tensor]]()
+        for unit in (1.0,) if self.is_exact or not self.departs else UNITS:
+            own = residual.clamp(-WORST, WORST) / (unit * self.spread)
+            each = self.weight * (math.log(unit) + 2.5 * torch.log1p(own * own / 4))
+            found.append((float(each[~self.held].sum()), each))
+        return min(found, key=lambda one: one[0])
 
     def gain(self, residual: Tensor) -> float:
         return float(self.gains(residual)[self.held].sum())
@@ -137,51 +187,45 @@ class Evidence:
 
     @torch.no_grad()
     def predict(
-        self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], *, again: bool = False
+        self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], order: str | None = None
     ) -> list[Tensor | None]:
         """Log-probabilities that engines with these causes report; entries of other observations stay. None: this
-        model's shapes do not allow it. `again`: in another order of rounding."""
+        model's shapes do not allow it. Without `order`, changes are computed in float32 and added to `truth`."""
         if len(tried) > self.at_once:
             parts = [tried[start : start + self.at_once] for start in range(0, len(tried), self.at_once)]
-            return [one for part in parts for one in self.predict(part, only, again=again)]
+            return [one for part in parts for one in self.predict(part, only, order)]
         try:
-            return [*self._run(tried, only, again)]
+            with self._computing(order or ""):
+                found = self._run(tried, only, *self.plain[order or ""])
         except RuntimeError:
-            return [None] if len(tried) == 1 else [self.predict([one], only, again=again)[0] for one in tried]
+            return [None] if len(tried) == 1 else [self.predict([one], only, order)[0] for one in tried]
+        moved = self.truth - self.plain[""][1] if order is None else 0.0
+        return [one.nan_to_num(nan=-1e3, neginf=-1e3) + moved for one in found]
 
-    def _run(self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], again: bool) -> list[Tensor]:
+    def _run(
+        self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], plain: Sequence[Tensor], truth: Tensor
+    ) -> list[Tensor]:
         trials = [hypothesis.make_trial(self.reference, x) for hypothesis, x in tried]
-        for trial in trials if again and not self.is_exact else ():
-            trial.round_modules(getattr(torch, self.dtype))
         asked, seen = [one for one, _ in tried], self.observations
         places = [(k, n) for k, one in enumerate(asked) for n in only if not (one.is_sampling and seen[n].is_prompt)]
-        wanted = [(k, n) for k, n in places if again or not asked[k].is_output]
-        with _eager(self.reference.model, again and self.is_exact):
-            rows = compute_batch(self.reference.model, [seen[n] for _, n in wanted], [trials[k] for k, _ in wanted])
-        computed, found = dict(zip(wanted, rows, strict=True)), [self.truth.clone() for _ in tried]
+        wanted = [(k, n) for k, n in places if not asked[k].is_output]
+        rows = compute_batch(self.reference.model, [seen[n] for _, n in wanted], [trials[k] for k, _ in wanted])
+        computed, found = dict(zip(wanted, rows, strict=True)), [truth.clone() for _ in tried]
         for number, n in places:
-            trial, mine, logits = trials[number], self.owner == n, computed.get((number, n), self.logits[n])
+            trial, mine, logits = trials[number], self.owner == n, computed.get((number, n), plain[n])
             own = read_entries(seen[n], logits, trial.outputs)
             if trial.align:
                 mine = mine & self.is_chosen
-                own, end = self.truth[mine].roll(-trial.align), 0 if trial.align < 0 else -1
+                own, end = truth[mine].roll(-trial.align), 0 if trial.align < 0 else -1
                 own[end] = self.engine[mine][end]  # at the ends anything may be
             if trial.reports is not None:
                 own = trial.reports(own, seen[n], logits)
             found[number][mine] = own
-        return [one.nan_to_num(nan=-1e3, neginf=-1e3) for one in found]
-
-
-@contextmanager
-def _eager(model: Any, wanted: bool = True) -> Iterator[None]:
-    own = getattr(model.config, "_attn_implementation", "sdpa")
-    try:
-        if wanted:
-            model.set_attn_implementation("eager")
-        yield
-    finally:
-        if wanted:
-            model.set_attn_implementation(own)
+        for own in found if not self.is_exact else ():  # rounding decides whether a token at a filter's edge is kept
+            is_cut = own < -1e2
+            if 0 < int(is_cut.sum()) <= EDGE * len(own):
+                own[is_cut] = truth[is_cut]
+        return found
 
 
 @record(eq=False)
@@ -218,7 +262,14 @@ def judge(
     if not departs and data.is_exact:
         return ok(figure)
     # What leaves a part of the model out is larger than rounding.
+    if not data.is_exact:  # the engine may round nearly as one of the orders does
+        data = min(map(data.in_order, data.plain), key=lambda one: one.size(one.e, ~one.held))
+        hypotheses = (one for one in hypotheses if not one.is_narrow)  # as that dtype computes
+    hypotheses = chain(solve_settings(data), hypotheses)
     fits = fit_all(data, hypotheses if departs else (one for one in hypotheses if not one.is_partial))
+    if not data.is_exact and fits:
+        tried = [(one, Tokens(one, 10**9).sort(fits, one.order)) for one in map(data.in_order, data.plain)]
+        data, fits = min(tried, key=lambda pair: pair[1][0].left)
     confirmed = [one for one in fits if is_confirmed(data, one)]
     if not confirmed and departs:
         more = [Fit(hypothesis=one, x=0.0) for one in (*solve_bias(data), *search_edits(data, prefixes))]
@@ -270,10 +321,9 @@ def is_confirmed(data: Evidence, fit: Fit) -> bool:
     part = 1 - left / before
     if fit.own is not None:
         return part > 0.5 and left <= fit.own
-    (again,) = data.predict([(fit.hypothesis, fit.x)], range(len(data.observations)), again=True)
+    (again,) = data.predict([(fit.hypothesis, fit.x)], range(len(data.observations)), data.other_order)
     own = 0.0 if again is None else data.size(again - (data.engine - fit.residual), held)
-    # Where nearly all is explained, what is left may be that of the coarsest order.
-    return part > 0.5 and left <= (DEPARTS if data.is_exact else BAND) * own * (data.coarseness if part > 0.85 else 1)
+    return part > 0.5 and left <= (DEPARTS if data.is_exact else BAND) * own
 
 
 def has_more(data: Evidence, best: Fit, fits: Sequence[Fit]) -> bool:
@@ -294,7 +344,7 @@ def fit_dtypes(data: Evidence) -> list[Fit]:
     found = list[Fit]()
     for dtype in NARROW:
         hypothesis = Hypothesis(f"dtype_{dtype}", f"weights and operators in {dtype}", {})
-        _, *orders = data.orders(dtype)  # the first rounds no weights
+        orders = [*data.orders(dtype)]
         own = max(data.size(one - other, data.held) for one in orders for other in orders)
         for residual in (data.e - order for order in orders):
             left = data.size(residual, ~data.held)
@@ -356,18 +406,19 @@ class Tokens:
         self.data, self.only = data, ordered[: 1 + int((rows < least).sum())]
         self.inside = torch.isin(data.owner, torch.tensor(self.only)) & ~data.held
         self.whole = data.size(data.e, self.inside)
+        self.is_large = data.is_exact or self.whole > 10 * data.limit
         # What noise correlates with by itself; float32 has none.
         self.alike = ALIKE if data.is_exact else 3 / math.sqrt(int((self.inside & data.is_chosen).sum()) + 1)
 
-    def try_all(self, tried: Sequence[tuple[Hypothesis, float]]) -> list[Fit | None]:
+    def try_all(self, tried: Sequence[tuple[Hypothesis, float]], order: str | None = None) -> list[Fit | None]:
         def fit(hypothesis: Hypothesis, x: float, residual: Tensor) -> Fit:
             return Fit(hypothesis=hypothesis, x=x, left=self.data.size(residual, self.inside), residual=residual)
 
-        pairs = zip(tried, self.data.predict(tried, self.only), strict=True)
+        pairs = zip(tried, self.data.predict(tried, self.only, order), strict=True)
         return [None if found is None else fit(*one, self.data.engine - found) for one, found in pairs]
 
-    def sort(self, fits: Sequence[Fit]) -> list[Fit]:
-        tried = self.try_all([(one.hypothesis, one.x) for one in fits])
+    def sort(self, fits: Sequence[Fit], order: str | None = None) -> list[Fit]:
+        tried = self.try_all([(one.hypothesis, one.x) for one in fits], order)
         return sorted((one for one in tried if one is not None), key=lambda one: one.left)
 
     def screen(self, hypotheses: Sequence[Hypothesis]) -> list[dict[float, Fit]]:
@@ -447,9 +498,17 @@ class Tokens:
                 n: [n] for group, names in groups.items() if parts[group] > 0.2 or group == largest for n in names
             }
         chosen = frozenset(name for name, part in parts.items() if part > 0.5) or frozenset({largest})
+        sets = [
+            chosen,
+            *({name} for name in parts),
+            *([] if is_partial or is_fitted else list_sets([*hypothesis.units])),
+        ]
+        sets = [*dict.fromkeys(map(frozenset, sets))]
+        costs = dict(zip(sets, map(cost_of, compute_effects(sets)), strict=True))
+        chosen = min(sets, key=lambda one: costs[one])
         doubts = [] if is_fitted else sorted(parts, key=lambda name: abs(parts[name] - 0.5))
         doubts = [name for name in doubts if not is_partial or 0.15 < parts[name] < 0.85][:MANY]
-        cost, whole = cost_of(compute_effects([chosen])[0]), cost_of(torch.zeros_like(target))
+        cost, whole = costs[chosen], cost_of(torch.zeros_like(target))
         while 0.01 * whole < cost < 0.8 * whole:  # effects do not quite add up
             others = [other for name in doubts if (other := chosen ^ {name})]
             costs = dict(zip(others, map(cost_of, compute_effects(others)), strict=True))
@@ -458,6 +517,27 @@ class Tokens:
                 break
             chosen, cost = best, costs[best]
         return hypothesis.within(chosen)
+
+
+def list_sets(names: Sequence[str]) -> Iterator[Iterable[str]]:
+    """Parts of a model that an update, a loader or a pipeline takes at once: up to a tensor and from it on, layers that
+    follow each other, those of one kind."""
+    layers, kinds = dict[str, list[str]](), dict[str, list[str]]()
+    for name in names:
+        at = re.match(r"(.*?\.\d+)\.?(.*)", name)
+        layers.setdefault(at[1] if at else name, []).append(name)
+        kinds.setdefault(at[2] if at else "", []).append(name)
+    inner = [one for one in layers.values() if one[0].count(".") > 1]  # embedding and output layer may share theirs
+    singles = [[[name] for name in side] for side in (names, [*chain(*inner)]) if len(side) <= 4 * MANY]
+    for parts in (*singles, [*layers.values()]):
+        for at in range(len(parts)):
+            yield chain(*parts[:at])
+            yield chain(*parts[at:])
+    yield chain(*inner)
+    for first, end in combinations(range(len(inner) + 1), 2) if len(inner) < 13 else ():
+        yield chain(*inner[first:end])
+    for words in (*kinds, "self_attn", "mlp", "_proj", "norm"):
+        yield (name for name in names if words in name) if words else kinds[words]
 
 
 def _has_size(hypothesis: Hypothesis) -> bool:
@@ -500,7 +580,7 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
             next_up += _list_parts(few, more, best)
         queue = [*next_up, *queue]
         nearest = min(found, key=lambda one: one.left, default=None)
-        if not queue and nearest is not None and data.is_exact and data.limit < nearest.left < part / 2:
+        if not queue and nearest is not None and few.is_large and data.limit < nearest.left < part / 2:
             part, queue = nearest.left, [*_list_pairs(nearest, asked)]
     found = sorted((one for one in found if one.left < few.whole), key=lambda one: one.left)
     if data.is_exact and found and found[0].left < data.limit:
@@ -528,7 +608,7 @@ def _list_parts(few: Tokens, more: Tokens, best: Fit) -> list[Hypothesis]:
         return [*singles, *found]
     if len(hypothesis.units) < 2:
         return found
-    if few.data.is_exact and ratio > 1.5 and not hypothesis.fit:
+    if few.is_large and ratio > 1.5 and not hypothesis.fit:
         found += singles  # the effects of large changes do not add up
     is_asked = hypothesis.fault in ASKED and hypothesis.span in (None, _sampled)
     if not is_asked:
@@ -583,12 +663,92 @@ def solve_bias(data: Evidence) -> list[Hypothesis]:
         if own.numel() > 1 and float(own.abs().median()) > 6 * float(data.spread.median()):
             bias[token] = float(own.median())
     listed, likely = Counter[int](), Counter[int]()
-    for seen, logits in zip(data.observations, data.logits, strict=True):
+    for seen, logits in zip(data.observations, data.plain[""][0], strict=True):
         for top, row in zip(seen.tops, logits, strict=False):
             listed.update(top)
             likely.update(row.topk(max(1, len(top) // 2)).indices.tolist())
     banned = {token: -1e4 for token, count in likely.items() if count > 1 and not listed[token]}
     return [biased(one) for one in (bias, banned) if 0 < len(one) <= 64]
+
+
+def solve_settings(data: Evidence) -> list[Hypothesis]:
+    """A sampler's defaults. Differences between tokens of one place are those of temperature and penalties; what all
+    tokens of a place have in common is the share that filters keep, and so how many tokens they keep."""
+    chosen = [n for n, seen in enumerate(data.observations) if not seen.is_prompt]
+    mine = torch.isin(data.owner, torch.tensor(chosen))
+    row, count = data.row[mine].unique(return_inverse=True, return_counts=True)[1:]
+    targets = torch.cat([data.observations[n].targets[1] for n in chosen or [0]])
+    if not chosen or int(count.max()) < 2:
+        return []
+    reported, is_fit = data.engine[mine], ~data.held[mine]
+    asked = torch.zeros(len(count), dtype=torch.bool).index_put((row[is_fit],), torch.tensor(True))
+
+    def mean(values: Tensor) -> Tensor:
+        return torch.zeros(len(count), dtype=torch.float64).index_add(0, row, values) / count
+
+    def penalised(name: str, by: float) -> Tensor:
+        pairs = [(data.plain[data.order][0][n], data.observations[n]) for n in chosen]
+        start = PENALTIES[name][0] if name else 0
+        return torch.cat([penalise(name, start, *pair, by) if name else pair[0] for pair in pairs])
+
+    def fit_heat(name: str, by: float) -> tuple[float, float]:
+        """What is left of the gaps, and the temperature that leaves it; a few tokens may be others."""
+        logits = penalised(name, by)[row, targets].double()
+        own, gaps = ((one - mean(one)[row])[is_fit] for one in (logits, reported))
+        weight, heat = torch.ones_like(own), 1.0
+        for _ in range(8):
+            heat = float((weight * own * own).sum() / (weight * own * gaps).sum().clamp(min=1e-9))
+            weight = 1 / (own / heat - gaps).abs().clamp(min=1e-5)
+        return float((own / heat - gaps).abs().mean()), heat
+
+    tried = {("", 1.0): fit_heat("", 1.0)}
+    if tried["", 1.0][0] > float(data.spread.median()):
+        tried |= {(name, by): fit_heat(name, by) for name, (_, grid) in PENALTIES.items() for by in grid}
+    name, by = min(tried, key=lambda one: tried[one][0])
+    for step in (0.05, 0.02, 0.008, 0.003, 0.001, 0.0004, 0.0001) if name else ():
+        near = [(name, by + sign * step) for sign in (-2, -1, 1, 2)]
+        tried |= {one: fit_heat(*one) for one in near}
+        name, by = min((name, by), *near, key=lambda one: tried[one][0])
+    own = tried[name, by][1]
+    rounded = (round(own / by) * by for by in (0.1, 0.05, 0.01, 0.001) if own > by)
+    heats = {f"{heat:.4g}": heat for heat in (own, *rounded, 1.0)}
+    plain, found = penalised(name, by), list[Hypothesis]()
+    for heat in heats.values():
+        logits = plain.double() / heat
+        first, total = logits.topk(min(LIKELIEST, logits.shape[-1])).values, logits.logsumexp(-1)
+        filters = _solve_filters(first, total, mean(logits[row, targets] - reported), asked)
+        if name or heat != 1 or filters:
+            found.append(sampler(name, by, heat, filters))
+    return found
+
+
+def _solve_filters(first: Tensor, whole: Tensor, seen: Tensor, asked: Tensor) -> dict[str, float]:
+    """By the likeliest logits `[rows, n]`, and the logarithms of the sums of all exponentials and of those kept."""
+    found: list[tuple[float, int, dict[str, float]]] = []
+    for k in (0, *FILTERS["top_k"]):
+        total = first[:, :k].logsumexp(-1) if k else whole
+        probs = (first[:, : k or None] - total[:, None]).exp()
+        mass, left = probs.cumsum(-1), (seen - total)[:, None]
+        kept = {"top_k": float(k)} if k else {}
+        found.append((float(left.abs()[asked].mean()), len(kept), kept))
+        last = (mass - left.exp()).abs().argmin(-1, keepdim=True)
+        least = torch.cat((probs, torch.zeros_like(probs[:, :1])), -1) / probs[:, :1]
+        is_cut = asked[:, None] & (mass.gather(1, last) < 1 - 1e-6)
+        # In a row that keeps n tokens the number lies between two edges.
+        edges = {"top_p": ((mass - probs).gather(1, last), mass.gather(1, last))}
+        edges["min_p"] = least.gather(1, last + 1), least.gather(1, last)
+        for name, (low, high) in edges.items() if bool(is_cut.any()) else ():
+            x = _roundest(*sorted((float(low[is_cut].quantile(0.98)), float(high[is_cut].quantile(0.02)))))
+            off = left - mass.gather(1, count_kept(probs, name, x) - 1).log()
+            found.append((float(off.abs()[asked].mean()), len(kept) + 1, kept | {name: x}))
+    least_off = min(found, key=lambda one: one[0])[0]
+    return min((one for one in found if one[0] <= 1.05 * least_off + 1e-6), key=lambda one: (one[1], one[0]))[2]
+
+
+def _roundest(low: float, high: float) -> float:
+    """The number with the fewest digits between the two."""
+    rounded = (math.ceil(low * 10**n + 1e-9) / 10**n for n in range(1, 7))
+    return next((x for x in rounded if low < x <= high), high)
 
 
 def search_edits(data: Evidence, prefixes: Sequence[tuple[int, ...]]) -> list[Hypothesis]:

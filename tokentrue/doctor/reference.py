@@ -5,9 +5,8 @@ Many trials run in one batch, each in rows of its own: of a small model that tak
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -123,7 +122,7 @@ class Trial:
     def get(self, module: nn.Module, name: str) -> Any:
         values = self.changes[module].values if module in self.changes else {}
         value = values.get(name, getattr(module, name))
-        return value.data if isinstance(value, nn.Parameter) else value
+        return _widen(value.data if isinstance(value, nn.Parameter) else value)
 
     def set(self, module: nn.Module, name: str, value: Any) -> None:
         before = getattr(module, name)
@@ -135,12 +134,18 @@ class Trial:
         """`change(inputs, output)` replaces the module's output; the first of several, unless `is_whole`."""
 
         def run(inputs: Any, out: Any) -> Any:
-            return change(inputs, out) if is_whole or not isinstance(out, tuple) else (change(inputs, out[0]), *out[1:])
+            inputs, wide = tree_map(_widen, (inputs, out))
+            is_plain = is_whole or not isinstance(wide, tuple)
+            changed = change(inputs, wide) if is_plain else (change(inputs, wide[0]), *wide[1:])
+            return tree_map(_as_before, changed, out)
 
         self._change(module).after.append(run)
 
     def hook_inputs(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-        self._change(module).before.append(lambda inputs, given: ((change(inputs[0]), *inputs[1:]), given))
+        def run(inputs: Any, given: Any) -> tuple[Any, Any]:
+            return (_as_before(change(_widen(inputs[0])), inputs[0]), *inputs[1:]), given
+
+        self._change(module).before.append(run)
 
     def give(self, module: nn.Module, name: str, change: Callable[[Any], Any]) -> None:
         self._change(module).before.append(lambda inputs, given: (inputs, {**given, name: change(given[name])}))
@@ -156,17 +161,6 @@ class Trial:
             return inputs, {**given, "attention_mask": mask[:, None]}
 
         self._change(attention).before.append(mask)
-
-    def round_modules(self, dtype: torch.dtype) -> None:
-        """Rounds what every module returns; sums between modules and rotary tables stay in float32, as fused kernels
-        keep them."""
-
-        def rounded(inputs: Any, output: Any) -> Any:
-            return output.to(dtype).float() if isinstance(output, Tensor) and output.is_floating_point() else output
-
-        for module in self.model.modules():  # routers choose in float32
-            if not any(module.children()) and not hasattr(module, "inv_freq") and "Router" not in type(module).__name__:
-                self.hook(module, rounded)
 
     def call(self, module: nn.Module, forward: Callable[..., Any], inputs: Any, given: Any, plain: Any = None) -> Any:
         """What `module` returns under this trial; `plain`: without it, if that is known."""
@@ -240,8 +234,19 @@ class Reference:
             parameter.data = rounded
         self._logits.clear()
 
-    def in_dtype(self, dtype: str) -> Any:
-        return copy.deepcopy(self.model).to(getattr(torch, dtype))
+    @contextmanager
+    def in_dtype(self, dtype: str, *, are_tables_wide: bool = False) -> Iterator[None]:
+        """The model computes in that dtype, but for the sums in a product; rotary frequencies may stay in float32."""
+        tensors = [*self.model.parameters(), *([] if are_tables_wide else self.model.buffers())]
+        own = [(one, one.data) for one in tensors if one.is_floating_point()]
+        try:
+            for one, value in own:
+                one.data = value.to(getattr(torch, dtype))
+            with WideSums() if dtype != "float32" else nullcontext():
+                yield
+        finally:
+            for one, value in own:
+                one.data = value
 
     def trial(self) -> Trial:
         return Trial(self.model, self.saved)
@@ -279,6 +284,10 @@ PRODUCTS = frozenset({linear, torch.matmul, torch.Tensor.matmul, torch.bmm, scal
 
 def _widen(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _as_before(value: Any, before: Any) -> Any:
+    return value.to(before.dtype) if isinstance(value, Tensor) and isinstance(before, Tensor) else value
 
 
 def compute_logits(model: Any, seen: Observation, *, is_cached: bool = False) -> Tensor:
@@ -422,13 +431,15 @@ def rounding_cache(
                 if rounding is None or recent:
                     return states
                 # Decoding stores one token at a time: a scale over several tokens is one of the prompt's.
-                return rounding(states) if is_first else rounding(states.transpose(0, 2)).transpose(0, 2)
+                wide = states if is_first else states.transpose(0, 2)
+                found = rounding(wide.float()).to(states.dtype)
+                return found if is_first else found.transpose(0, 2)
 
             def read(states: Tensor, rounding: Rounding | None) -> Tensor:
                 old = max(states.shape[2] - recent, 0) // recent * recent
                 if rounding is None or not old:
                     return states
-                return torch.cat((rounding(states[:, :, :old]), states[:, :, old:]), dim=2)
+                return torch.cat((rounding(states[:, :, :old].float()).to(states.dtype), states[:, :, old:]), dim=2)
 
             new = store(key_states, keys), store(value_states, values)
             stored = super().update(*new, layer_idx, *args, **kwargs)
