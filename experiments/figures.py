@@ -67,8 +67,9 @@ CONTRASTS = (  # what is asked, with, without
 LEARNING = {
     "exact": "exact: exact",
     "ordinary bf16 kernels, uncorrected": "kernels: bypass",
-    "fp8, uncorrected": "fp8: bypass",
-    "fp8, recompute + TIS": "fp8: recompute + TIS",
+    "simulated fp8, uncorrected": "fp8: bypass",
+    "real fp8 kernels, uncorrected": "real fp8: bypass",
+    "simulated fp8, recompute + TIS": "fp8: recompute + TIS",
 }
 
 

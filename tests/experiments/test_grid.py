@@ -21,6 +21,7 @@ from experiments.figures import (
     interval,
     judge,
     p_value,
+    show_mean,
     table_of_arms,
     table_of_contrasts,
     write_page,
@@ -41,6 +42,7 @@ from experiments.grid import (
     compact,
     fp8,
     is_right,
+    late,
     main_jobs,
     make_batches,
     measure,
@@ -64,6 +66,7 @@ from experiments.llama import (
     rope_table,
     upcycle,
 )
+from experiments.quick import ARMS as ARMS_OF_QUICK
 from experiments.quick import find_trouble
 from tokentrue.mismatch import policy_loss
 
@@ -369,6 +372,20 @@ def test_every_run_on_file_is_in_the_tables() -> None:
     text = (DOCS / "lab.md").read_text()
     page = text[text.index(MARKS[0]) : text.index(MARKS[1])]
     assert "\n".join(table_of_arms(found)) in page and "\n".join(table_of_contrasts(found)) in page
+
+
+def test_the_page_has_the_repetition_on_file() -> None:
+    filed, repeated = (complete_runs(read_runs(DATA / name)) for name in ("grid.jsonl", "repetition.jsonl"))
+    text = (DOCS / "lab.md").read_text()
+    assert tuple(repeated) == ARMS_OF_QUICK
+    for arm, runs in repeated.items():
+        cells = [arm]
+        for of, total in ((filed[arm], f" of {len(filed[arm])}"), (runs, "")):
+            cells += [show_mean([late(run) for run in of.values()]), f"{sum(map(has_fallen, of.values()))}{total}"]
+        assert f"| {' | '.join(cells)} |" in text
+    curves = [run["curves"] for run in repeated["exact: exact"].values()]
+    differing, compared = (int(sum(sum(found[key]) for found in curves)) for key in ("differing", "compared"))
+    assert f"\n{differing} of the exact arm's {compared:,} log-probabilities differ" in text
 
 
 def test_a_mixture_has_its_own_reward_before_training(tmp_path: Path) -> None:
