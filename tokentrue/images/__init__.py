@@ -2,13 +2,16 @@
 archive or a script is refused. URLs are fetched from hosts that the operator allows: no redirect, no private address.
 """
 
-import asyncio
 import base64
+import http.client
 import re
 import socket
 import ssl
+import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
 from io import BytesIO
@@ -34,6 +37,7 @@ _AFTER_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # the first marker after
 _TUNNELS = tuple(
     map(ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96", "fec0::/10", "192.88.99.0/24"))
 )
+_CHUNK = 1 << 16
 
 
 @record
@@ -283,40 +287,57 @@ def fetch_url(url: str, settings: ImageSettings) -> tuple[bytes, str | None]:
     if parts.username is not None or parts.password is not None:
         raise InputError("must not contain a user name or password")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    import httpx
-
+    end = time.monotonic() + settings.fetch_s
     try:
-        return asyncio.run(asyncio.wait_for(_get(parts.scheme, host, port, path, settings), settings.fetch_s))
-    except TimeoutError:
-        said = f"it took longer than images.fetch_s={settings.fetch_s:g}"
-    except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        said = str(error) or repr(error)
-    raise InputError(f"cannot be fetched from {host}: {said[:100]}")
+        return _get(host, port, path, parts.scheme == "https", end, settings)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        late = time.monotonic() >= end
+        said = f"it took longer than images.fetch_s={settings.fetch_s:g}" if late else str(error) or repr(error)
+        raise InputError(f"cannot be fetched from {host}: {said[:100]}") from None
 
 
-async def _get(scheme: str, host: str, port: int, path: str, settings: ImageSettings) -> tuple[bytes, str | None]:
-    import httpx
-
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [str(address[0]) for *_, address in found]
-    if not all(map(is_public, addresses)):
+def _get(
+    host: str, port: int, path: str, secure: bool, end: float, settings: ImageSettings
+) -> tuple[bytes, str | None]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [(str(address[0]), address[1]) for *_, address in found]
+    if not all(is_public(name) for name, _ in addresses):
         raise InputError(f"cannot be fetched: {host} has an address that is not public")
-    url = httpx.URL(scheme=scheme, host=host, port=port, raw_path=path.encode("ascii"))
-    headers = {"host": url.netloc.decode(), "accept": ", ".join(EXTENSIONS), "user-agent": "tokentrue"}
-    checked = url.copy_with(host=addresses[0])  # a name server may give another address the second time
-    request = httpx.Request("GET", checked, headers=headers, extensions={"sni_hostname": host})
-    async with httpx.AsyncClient(verify=ssl.create_default_context(), trust_env=False, timeout=None) as client:
-        response = await client.send(request, stream=True)
-        if response.status_code != 200:
-            moved = "; redirects are not followed" if 300 <= response.status_code < 400 else ""
-            raise InputError(f"cannot be fetched: {host} answered {response.status_code}{moved}")
-        check_limit("max_bytes", int(response.headers.get("content-length", 0)), settings)
+    plain = socket.create_connection(addresses[0], timeout=max(0.1, end - time.monotonic()))
+    connection = http.client.HTTPConnection(host, port)
+    connection.sock = opened = plain
+    if secure:
+        context = ssl.create_default_context()
+        connection.sock = opened = context.wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
+
+    def stop() -> None:  # the socket's timeout is one of each read: a byte at a time would never reach it
+        with suppress(OSError):
+            opened.shutdown(socket.SHUT_RDWR)
+
+    watch = threading.Timer(max(0.1, end - time.monotonic()), stop)
+    watch.daemon = True
+    watch.start()
+    try:
+        if isinstance(opened, ssl.SSLSocket):
+            opened.do_handshake()
+        connection.request("GET", path, headers={"accept": ", ".join(EXTENSIONS), "user-agent": "tokentrue"})
+        response = connection.getresponse()
+        if response.status != 200:
+            moved = "; redirects are not followed" if 300 <= response.status < 400 else ""
+            raise InputError(f"cannot be fetched: {host} answered {response.status}{moved}")
+        check_limit("max_bytes", response.length or 0, settings)
         data = bytearray()
-        async for chunk in response.aiter_raw():
+        while chunk := response.read(_CHUNK):
             data += chunk
             check_limit("max_bytes", len(data), settings)
-    media_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return bytes(data), media_type if media_type.startswith("image/") else None
+        if time.monotonic() >= end:
+            raise TimeoutError
+        media_type = (response.getheader("content-type") or "").partition(";")[0].strip().lower()
+        return bytes(data), media_type if media_type.startswith("image/") else None
+    finally:
+        watch.cancel()
+        connection.close()
+        opened.close()
 
 
 def is_public(address: str) -> bool:
