@@ -355,6 +355,45 @@ def test_what_the_recorded_turn_says_is_asked_of_its_own_text(name: str) -> None
         assert whole.endswith(renderer.decode(found.added_ids)), history
 
 
+EMPTY = {"none": says(None), "empty": says(""), "line": says("\n"), "thought": says("", reasoning_content="hm")}
+READS_EMPTY = {
+    "first letters": CHATML.replace(
+        "{{ m.content }}", "{{ loop.previtem.content[:3] if loop.previtem }}{{ m.content }}"
+    ),
+    "last letters": CHATML.replace(
+        "{{ m.content }}", "{{ loop.previtem.content[-3:] if loop.previtem }}{{ m.content }}"
+    ),
+    "length": CHATML.replace("END", "{{ messages | map(attribute='content') | join | length }}"),
+    "raises": CHATML.replace(
+        "{{ m.content }}",
+        "{{ loop.previtem.content[:3] if loop.previtem }}{{ m.content }}"
+        "{{ raise_exception('said nothing') if m.role == 'assistant' and not m.content | trim }}",
+    ),
+}
+
+
+@pytest.mark.parametrize("said", EMPTY)
+@pytest.mark.parametrize("name", READS_EMPTY)
+def test_no_placeholder_of_an_empty_turn_reaches_a_prompt(name: str, said: str) -> None:
+    renderer = renderer_of(standin(READS_EMPTY[name]), chat_template=READS_EMPTY[name])
+    first = [user("a"), EMPTY[said]]
+    for history in (first, [*first, user("b"), EMPTY[said]]):
+        found = renderer.extend((7, stop_id(renderer)), history, [user("go on")])
+        assert isinstance(found, tt.Refusal) and found.why == "turn_decides", found
+
+
+@pytest.mark.parametrize("said", EMPTY)
+def test_an_empty_turn_that_decides_nothing_is_gone_on_with(said: str) -> None:
+    omits = "{%- for m in messages if m.content | trim -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endfor -%}"
+    for source in (
+        CHATML.replace("END", ""),
+        omits + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ):
+        renderer = renderer_of(standin(source), chat_template=source)
+        found = renderer.extend((7, stop_id(renderer)), [user("a"), EMPTY[said]], [user("go on")])
+        assert isinstance(found, tt.Extension) and "go on" in renderer.decode(found.added_ids), found
+
+
 ATTRIBUTES = [
     "append",
     "__class__",

@@ -65,25 +65,28 @@ def mark_ids(text: str, last: JsonObject, *, back: bool = False) -> str:
 
 class ContextBuilder:
     """Placeholders: `sentinel` for what was sampled, `own` and `thought` for the texts of a turn. Random per process,
-    so no input can contain them deliberately."""
+    so no input can contain them deliberately. `twin` has another length than `sentinel` and none of its letters: a text
+    that is the same with both has nothing of either."""
 
     def __init__(self, inputs: InputFormat) -> None:
         self._inputs = inputs
         self._base = "qz" + "".join(chr(97 + byte % 16) for byte in secrets.token_bytes(8))
         self.sentinel, self.own, self.thought = self._base + "sampled", self._base + "own", self._base + "thought"
+        self.twin = "".join("rtuvwxy"[byte % 7] for byte in secrets.token_bytes(24))
         self.dummy_user: JsonObject = {"role": "user", "content": make_content("Hello.", inputs)}
 
-    def build_turn(self, request: ExtendRequest, place: SentinelPlace) -> JsonObject:
+    def build_turn(self, request: ExtendRequest, place: SentinelPlace, sentinel: str = "") -> JsonObject:
         """In "content", the turn has no other text; in "argument", it keeps all of its texts but one."""
         last = request.last
         calls: list[JsonObject] = [*(last.get("tool_calls") or ())]
+        sentinel = sentinel or self.sentinel
         if place == "argument":
-            return {**last, "tool_calls": [*calls[:-1], self._mark_call(calls[-1], self.sentinel, keeps_others=True)]}
-        sentinel = make_content(self.sentinel, self._inputs)
+            return {**last, "tool_calls": [*calls[:-1], self._mark_call(calls[-1], sentinel, keeps_others=True)]}
+        marked = make_content(sentinel, self._inputs)
         if request.shows_text:
             content = last["content"]
-            return {**last, "content": content + (self.sentinel if isinstance(content, str) else sentinel)}
-        return {"role": "assistant", "content": sentinel, **({"tool_calls": calls} if calls else {})}
+            return {**last, "content": content + (sentinel if isinstance(content, str) else marked)}
+        return {"role": "assistant", "content": marked, **({"tool_calls": calls} if calls else {})}
 
     def _mark_call(self, call: JsonObject, word: str, *, keeps_others: bool = False) -> JsonObject:
         """With the word as its last argument."""

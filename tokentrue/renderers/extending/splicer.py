@@ -121,11 +121,12 @@ class Splicer:
             template_texts=tuple(mark_ids(text, request.last) for text in texts),
         )
 
-    def render_tail(self, plan: ExtendPlan, request: ExtendRequest) -> str:
+    def render_tail(self, plan: ExtendPlan, request: ExtendRequest, sentinel: str = "") -> str:
         """The text after the recorded prefix."""
-        text = self._render(request, [self.contexts.build_turn(request, plan.place), *request.new])
-        _, found, rest = text.partition(self.contexts.sentinel)
-        if not found or self.contexts.sentinel in rest:
+        sentinel = sentinel or self.contexts.sentinel
+        text = self._render(request, [self.contexts.build_turn(request, plan.place, sentinel), *request.new])
+        _, found, rest = text.partition(sentinel)
+        if not found or sentinel in rest:
             raise ExtendError("turn_lost", "the assistant's turn does not show once when these messages follow it")
         gap = mark_ids(plan.gap, request.last, back=True)
         if not rest.startswith(gap) or SKIPPED in rest:
@@ -138,13 +139,18 @@ class Splicer:
 
     def is_true_tail(self, plan: ExtendPlan, request: ExtendRequest, tail: str) -> bool:
         """Whether the conversation ends with the same text when the turn has its real text."""
-        if not request.last.get("tool_calls") and not str(request.last["content"]).strip(" \n[]"):
-            return True  # an empty turn; a template may omit it
+        if request.last.get("tool_calls") or str(request.last["content"]).strip(" \n[]"):
+            try:
+                text = self._render(request, [request.last, *request.new])
+            except ExtendError:  # the template raised on what the model wrote
+                pass
+            else:
+                return text.endswith(tail[len(plan.closing) :])
+        # A template may omit an empty turn: there is no real text to compare, but nothing of the sentinel may be in it.
         try:
-            text = self._render(request, [request.last, *request.new])
-        except ExtendError:  # the template raised on what the model wrote: nothing to compare
-            return True
-        return text.endswith(tail[len(plan.closing) :])
+            return self.render_tail(plan, request, self.contexts.twin) == tail
+        except ExtendError:
+            return False
 
     def rewrites(self, request: ExtendRequest) -> bool:
         """Whether the template changes earlier turns when the new messages follow."""
