@@ -95,14 +95,16 @@ async def test_bfloat16_is_named_by_the_signs_of_its_rounding() -> None:
 )
 async def test_draws_that_the_reports_do_not_contain(case: str, expected: str) -> None:
     seeded = third_set.FAULTS[case](e.calculator(), "float32", random.Random(1))
-    found = judge_draws(await gather(seeded.engine, tokens=80))
+    evidence = await gather(seeded.engine, tokens=80)
+    found = judge_draws(evidence.reference, evidence.observations)
     assert found.fault == expected, found
     # Draws and reports of two temperatures: a report of the wrong one looks the same.
     assert found.alternatives == (("sampled_temperature",) if expected == "temperature_ignored" else ())
 
 
 async def test_plain_draws_follow_their_reports() -> None:
-    assert judge_draws(await gather(reported.Engine(e.calculator()), tokens=80)).verdict is Verdict.OK
+    evidence = await gather(reported.Engine(e.calculator()), tokens=80)
+    assert judge_draws(evidence.reference, evidence.observations).verdict is Verdict.OK
 
 
 @pytest.mark.parametrize(
