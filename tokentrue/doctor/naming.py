@@ -878,4 +878,4 @@ def reports_the_drawn_temperature(reference: Reference, sampled: Sequence[Observ
     own = {t: (logits / t).log_softmax(-1).gather(1, chosen)[:, 0] for t in grid}
     nearest = min(grid, key=lambda t: float((own[t] - told).abs().mean()))
     likelihood = {t: float(one.sum()) for t, one in own.items()}
-    return likelihood[nearest] > max(max(likelihood.values()) - TIE / 2, likelihood[1.0] + TIE / 2)
+    return likelihood[nearest] > max(max(likelihood.values()) - TIE, likelihood[1.0] + TIE / 2)

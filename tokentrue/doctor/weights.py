@@ -100,11 +100,12 @@ async def _draws(exam: Examination, verdict: Finding) -> Finding:
         return cannot_tell("draws and log-probabilities are of two temperatures, or cannot be told apart")
     edge = 0.0 if exam.dtype == "float32" else EDGE
     found = judge_draws(exam.reference, sampled, edge=edge)
-    if found.verdict is not Verdict.OK or not exam.follows_temperature:
-        return found
     # Hot draws often leave a filter's tokens, sure ones never.
-    hot = await draw([*exam.prompts(), *exam.open_prompts()], HOT)
-    return judge_draws(exam.reference, hot, temperature=HOT, edge=edge) if hot else found
+    hot = await draw([*exam.prompts(), *exam.open_prompts()], HOT) if exam.follows_temperature else []
+    if not hot:
+        return found
+    heated = judge_draws(exam.reference, hot, temperature=HOT, edge=edge)
+    return heated if found.verdict is Verdict.OK or heated.fault not in ("", "unknown") else found
 
 
 def locate_difference(exam: Examination, findings: Sequence[Finding], engine_model: Any) -> list[Finding]:
