@@ -13,16 +13,20 @@ import torch
 
 from tests.doctor import eighth_set, fifth_set, fourth_set, reported, seventh_set, third_set
 from tests.doctor import engines as e
+from tests.doctor.seventh_set import Plain
 from tokentrue.doctor import CAUSES, Finding, Reference, Verdict
 from tokentrue.doctor.exam import STORY, EngineRoutes, Examination
-from tokentrue.doctor.findings import ok
+from tokentrue.doctor.findings import fault, ok, settle
 from tokentrue.doctor.hypotheses import list_hypotheses
+from tokentrue.doctor.interface import gather_observations, probe_meaning
 from tokentrue.doctor.naming import Evidence, judge, judge_draws
 from tokentrue.doctor.reference import Observation
 from tokentrue.doctor.weights import _draws
 from tokentrue.providers.hf import filter_logprobs
 from tokentrue.renderers import load_renderer
 from tokentrue.types import Sampling
+
+SILENT_FILTERS = [(0, 0.8, "float32"), (20, 0.95, "float32"), (50, 0.9, "bfloat16"), (40, 1.0, "bfloat16")]
 
 
 @pytest.fixture(autouse=True)
@@ -95,14 +99,16 @@ async def test_bfloat16_is_named_by_the_signs_of_its_rounding() -> None:
 )
 async def test_draws_that_the_reports_do_not_contain(case: str, expected: str) -> None:
     seeded = third_set.FAULTS[case](e.calculator(), "float32", random.Random(1))
-    found = judge_draws(await gather(seeded.engine, tokens=80))
+    evidence = await gather(seeded.engine, tokens=80)
+    found = judge_draws(evidence.reference, evidence.observations)
     assert found.fault == expected, found
     # Draws and reports of two temperatures: a report of the wrong one looks the same.
     assert found.alternatives == (("sampled_temperature",) if expected == "temperature_ignored" else ())
 
 
 async def test_plain_draws_follow_their_reports() -> None:
-    assert judge_draws(await gather(reported.Engine(e.calculator()), tokens=80)).verdict is Verdict.OK
+    evidence = await gather(reported.Engine(e.calculator()), tokens=80)
+    assert judge_draws(evidence.reference, evidence.observations).verdict is Verdict.OK
 
 
 @pytest.mark.parametrize(
@@ -303,13 +309,62 @@ async def test_more_draws_show_a_filter_that_cuts_little(is_seeded: bool) -> Non
         return await own(ids, sampling if is_seeded else replace(sampling, seed=1), **given)
 
     case.engine.generate = generate  # type: ignore[method-assign]
-    exam = Examination(
-        provider=case.engine, routes=EngineRoutes(), renderer=load_renderer(str(e.CALCULATOR)),
-        reference=Reference(e.calculator()), dtype="float32",
-    )  # fmt: skip
+    exam = examination(case.engine)
     exam.evidence = await gather(case.engine)
     found = await _draws(exam, ok(""))
     assert found.fault == ("sampled_filters" if is_seeded else ""), found
+
+
+def examination(engine: Any, dtype: str = "float32") -> Examination:
+    reference = Reference(e.calculator())
+    reference.expect(dtype)
+    renderer = load_renderer(str(e.CALCULATOR))
+    return Examination(provider=engine, routes=EngineRoutes(), renderer=renderer, reference=reference, dtype=dtype)
+
+
+async def draws_and_meaning(engine: Any, verdict: Finding, dtype: str = "float32") -> list[Finding]:
+    exam = examination(engine, dtype)
+    await gather_observations(exam)
+    exam.evidence = Evidence(exam.reference, exam.observations, dtype)
+    return settle([*await probe_meaning(exam), await _draws(exam, verdict)])
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "dtype"),
+    [(64, 1.0, "float32"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SILENT_FILTERS)],
+)
+async def test_silent_filters_are_not_filters_that_reports_ignore(top_k: int, top_p: float, dtype: str) -> None:
+    """Reports are those before any filter, and draws are under filters that nobody asked for: nothing else is named."""
+
+    class Engine(Plain):
+        def drawn(self, logits: torch.Tensor, run: Any, sampling: Sampling) -> torch.Tensor:
+            wide = sampling.top_p if sampling.top_p < 1 else top_p
+            return super().drawn(logits, run, replace(sampling, top_k=sampling.top_k or top_k, top_p=wide))
+
+        def told(self, drawn: torch.Tensor, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+            return torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
+
+    found = await draws_and_meaning(Engine(e.calculator(), dtype), ok(""), dtype)
+    assert {one.fault for one in found if one.fault} == {"sampled_filters"}, found
+
+
+@pytest.mark.parametrize("reported", [0.6, 0.8])
+async def test_one_wrong_temperature_is_one_fault(reported: float) -> None:
+    """Drawn at 0.6 where 1 was asked for. Log-probabilities of 0.6 follow from that, those of 0.8 do not."""
+
+    class Engine(Plain):
+        def drawn(self, logits: torch.Tensor, run: Any, sampling: Sampling) -> torch.Tensor:
+            heat = 0.6 if sampling.temperature == 1.0 else sampling.temperature
+            return super().drawn(logits, run, replace(sampling, temperature=heat))
+
+        def told(self, drawn: torch.Tensor, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+            heat = reported if sampling.temperature == 1.0 else sampling.temperature or 1.0
+            return torch.log_softmax(logits / heat, -1)
+
+    reports = fault("sampled_temperature", "-")
+    *meaning, draws = await draws_and_meaning(Engine(e.calculator(), "float32"), reports)
+    names = {one.fault for one in settle([*meaning, reports, draws]) if one.fault}
+    assert names - {"filters_ignored"} == {"temperature_ignored", *(["sampled_temperature"] * (reported != 0.6))}, names
 
 
 async def test_an_edit_of_its_own_in_each_prompt_is_found() -> None:

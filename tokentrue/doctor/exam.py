@@ -78,6 +78,7 @@ class Examination(Struct, kw_only=True):
     observations: list[Observation] = []
     uncertain: list[tuple[int, ...]] = []  # prompts with an uncertain next id
     evidence: Evidence | None = None  # of `observations`
+    follows_temperature: bool = False  # log-probabilities are of the temperature that is asked for
     prompt_evidence: Evidence | None = None
     tops: list[Mapping[int, float]] = []  # at `open_prompts`, T = 1
 

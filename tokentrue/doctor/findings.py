@@ -7,6 +7,7 @@ from typing import Literal
 
 from tokentrue.records import record
 
+DRAWS = "meaning: draws follow the reported distribution"
 Confidence = Literal["high", "medium", "low"]
 
 
@@ -98,9 +99,12 @@ class DoctorReport:
 
 def settle(findings: Sequence[Finding]) -> list[Finding]:
     """One fault shows in several probes: its consequences become "cannot tell"."""
-    settled: list[Finding] = []
+    follows, settled = dict(FOLLOWS), list[Finding]()
+    if any(one.probe == DRAWS and one.verdict is Verdict.OK for one in findings):
+        # Reports of the temperature that the engine samples at are right.
+        follows["temperature_ignored"] = (*follows["temperature_ignored"], "sampled_temperature")
     for one in findings:
-        earlier = next((other.fault for other in findings if one.fault in FOLLOWS.get(other.fault, ())), None)
+        earlier = next((other.fault for other in findings if one.fault in follows.get(other.fault, ())), None)
         why = f"{one.figure}; follows from {earlier}"
         settled.append(one if earlier is None else cannot_tell(why, probe=one.probe))
     return settled

@@ -164,6 +164,7 @@ async def probe_meaning(exam: Examination) -> list[Finding]:
     if tops.verdict != "ok":
         return [tops, await _wire(exam)]
     found = [await _temperature(exam), await _low_temperature(exam)]
+    exam.follows_temperature = all(one.verdict is Verdict.OK for one in found)
     if found[-1].detail == OTHER_REPORTS:  # no reading of the reports is tried on draws of another distribution
         if found[0].fault != "raw_logprobs":  # which the reports alone show
             found[0] = cannot_tell(found[0].figure, probe=found[0].probe)

@@ -57,6 +57,8 @@ CHANCE = 1e-6  # of draws that look like another distribution by themselves
 UNEVEN = 1.63  # Kolmogorov's distance times the root of the count; true draws are beyond it once in a hundred times
 ODD = 5.5  # standard deviations, of draws that do not follow the reports: a third of them may be repeats of the others
 LIKELIEST = 1024  # tokens that a filter may keep
+# Of generation_config.json, the first one before the second.
+FILTER_PAIRS = [{"top_k": k, "top_p": p} for k in (5, 10, 20, 30, 40, 50, 64, 100) for p in (0.7, 0.8, 0.9, 0.95, 0.98)]
 
 
 class Evidence:
@@ -798,13 +800,15 @@ def _edit(seen: Observation, at: int, drop: int, put: tuple[int, ...]) -> Observ
 # Draws.
 
 
-def judge_draws(data: Evidence, more: Sequence[Observation] = ()) -> Finding:
-    """Whether the sampled tokens, those of `more` too, follow the distribution that was reported for them. By the
-    reference's probabilities filters, temperatures, and both together compete: each is fitted on half of the draws and
-    tried on the others."""
-    sampled = [seen for seen in (*data.observations, *more) if not seen.is_prompt]
+def judge_draws(
+    reference: Reference, sampled: Sequence[Observation], *, temperature: float = 1.0, edge: float = 0.0
+) -> Finding:
+    """Whether sampled tokens follow the distribution that was reported for them. By the reference's probabilities, at
+    the `temperature` that was asked for, filters, temperatures, and both together compete: each is fitted on half of the
+    draws and tried on the others. `edge`: the share of draws that rounding takes over the edge of a filter."""
+    sampled = [seen for seen in sampled if not seen.is_prompt]
     chosen = [seen.token_ids[at] for seen in sampled for at in seen.positions]
-    logits = torch.cat([data.reference.plain_logits(seen) for seen in sampled])
+    logits = torch.cat([reference.plain_logits(seen) for seen in sampled]) / temperature
     logits -= logits.amax(dim=-1, keepdim=True)  # large ones, divided by a temperature, would round
     drawn = logits.gather(1, torch.tensor(chosen)[:, None])
     rank = (logits > drawn).sum(dim=-1, keepdim=True)
@@ -819,12 +823,16 @@ def judge_draws(data: Evidence, more: Sequence[Observation] = ()) -> Finding:
         own, probs = drawn.double() / t - total, (likeliest / t - total).exp()
         mass, at = probs.cumsum(dim=-1), rank.clamp(max=probs.shape[-1] - 1)
         place = mass.gather(1, at) - luck * probs.gather(1, at)
-        for name, x in (("", 0.0), *((name, x) for name, grid in FILTERS.items() for x in grid)):
-            kept = count_kept(probs, name, x) if name else torch.full_like(rank, probs.shape[-1])
-            top = mass.gather(1, kept - 1) if name else torch.ones_like(plain)
-            gains = torch.where(rank < kept, own - plain - top.log(), -torch.inf if name else own - plain)
-            parts = {"temperature_ignored": f"temperature {t:g}"} if t != 1 else {}
-            parts |= {"sampled_filters": f"{name} {x:g}"} if name else {}
+        for filters in (*FILTER_PAIRS, *({name: x} for name, grid in FILTERS.items() for x in grid), {}):
+            kept, top = torch.full_like(rank, probs.shape[-1]), torch.ones_like(plain)
+            for name, x in filters.items():  # the second one is over what the first one leaves
+                kept = kept.minimum(count_kept(probs / top, name, x))
+                top = mass.gather(1, kept - 1)
+            inside, outside = (math.log1p(-edge), math.log(edge) if edge else -math.inf) if filters else (0.0, 0.0)
+            gains = own - plain + torch.where(rank < kept, inside - top.log(), outside)
+            parts = {"temperature_ignored": f"temperature {t * temperature:g}"} if t != 1 else {}
+            if filters:
+                parts["sampled_filters"] = " and ".join(f"{name} {x:g}" for name, x in filters.items())
             even = (place / top).clamp(max=1).flatten().sort().values - torch.linspace(0, 1, len(chosen))
             uneven = float(even.abs().max()) * math.sqrt(len(chosen))
             halves = float(gains[::2].sum()), float(gains[1::2].sum())
@@ -859,3 +867,15 @@ def judge_draws(data: Evidence, more: Sequence[Observation] = ()) -> Finding:
     others = ("sampled_temperature",) if causes == ("temperature_ignored",) else ()
     detail = f"draws of {words}, which the log-probabilities do not contain"
     return fault(causes[0], figure, detail=detail, alternatives=others, confidence="medium" if others else "high")
+
+
+def reports_the_drawn_temperature(reference: Reference, sampled: Sequence[Observation]) -> bool:
+    """Whether reports of another temperature than the one asked for are those of the draws."""
+    logits = torch.cat([reference.plain_logits(seen) for seen in sampled]).double()
+    chosen = torch.tensor([seen.token_ids[at] for seen in sampled for at in seen.positions])[:, None]
+    told = torch.tensor([value for seen in sampled for value in seen.logprobs], dtype=torch.float64)
+    grid = [n / 20 for n in range(4, 61)]
+    own = {t: (logits / t).log_softmax(-1).gather(1, chosen)[:, 0] for t in grid}
+    nearest = min(grid, key=lambda t: float((own[t] - told).abs().mean()))
+    likelihood = {t: float(one.sum()) for t, one in own.items()}
+    return likelihood[nearest] > max(max(likelihood.values()) - TIE, likelihood[1.0] + TIE / 2)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tokentrue.doctor.exam import Examination, probe
-from tokentrue.doctor.findings import Finding, Verdict, cannot_tell, fault, ok
+from tokentrue.doctor.findings import DRAWS, Finding, Verdict, cannot_tell, fault, ok
 from tokentrue.doctor.hypotheses import list_hypotheses
-from tokentrue.doctor.naming import Evidence, judge, judge_draws
+from tokentrue.doctor.naming import EDGE, Evidence, judge, judge_draws, reports_the_drawn_temperature
 from tokentrue.doctor.reference import Observation
 from tokentrue.errors import InputError
 from tokentrue.numerics.routing import from_routed, record_routing, replay_routing, routers
@@ -20,6 +20,7 @@ from tokentrue.routing_replay import FREE
 from tokentrue.types import RoutedExperts, Sampling
 
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2}  # relative, of a layer's output
+HOT = 2.0  # temperature of draws in which filters show
 FLIPS = {"float32": 0.002, "float16": 0.02, "bfloat16": 0.15}  # share of choices that rounding alone may flip
 
 
@@ -79,15 +80,32 @@ async def _score_prompt(exam: Examination) -> Finding:
     return ok(figure)
 
 
-@probe("meaning: draws follow the reported distribution")
+@probe(DRAWS)
 async def _draws(exam: Examination, verdict: Finding) -> Finding:
-    if verdict.verdict is not Verdict.OK or exam.evidence is None:
+    if exam.evidence is None or (verdict.verdict is not Verdict.OK and verdict.fault != "sampled_temperature"):
         return cannot_tell("the reference has other probabilities than the engine")
-    # A filter that cuts little shows in many draws only. An engine that ignores seeds repeats its answers.
-    seeds = [Sampling(max_tokens=exam.max_tokens, seed=exam.seed + by) for by in (1, 2)]
-    first, second = [await exam.observe(exam.prompts(), sampling) for sampling in seeds]
-    is_repeated = [seen.token_ids for seen in first] == [seen.token_ids for seen in second]
-    return judge_draws(exam.evidence, [] if is_repeated else [*first, *second])
+
+    async def draw(prompts: Sequence[Sequence[int]], temperature: float) -> list[Observation]:
+        """Of two seeds; none of an engine that ignores seeds, which repeats its answers."""
+        settings = [Sampling(temperature=temperature, max_tokens=exam.max_tokens, seed=exam.seed + by) for by in (1, 2)]
+        first, second = [await exam.observe(prompts, sampling) for sampling in settings]
+        is_repeated = [seen.token_ids for seen in first] == [seen.token_ids for seen in second]
+        return [] if is_repeated else [*first, *second]
+
+    # A filter that cuts little shows in many draws only.
+    sampled = [*exam.evidence.observations, *await draw(exam.prompts(), 1.0)]
+    if verdict.fault == "sampled_temperature":
+        if reports_the_drawn_temperature(exam.reference, sampled):
+            return ok("draws and log-probabilities are of one temperature")
+        return cannot_tell("draws and log-probabilities are of two temperatures, or cannot be told apart")
+    edge = 0.0 if exam.dtype == "float32" else EDGE
+    found = judge_draws(exam.reference, sampled, edge=edge)
+    # Hot draws often leave a filter's tokens, sure ones never.
+    hot = await draw([*exam.prompts(), *exam.open_prompts()], HOT) if exam.follows_temperature else []
+    if not hot:
+        return found
+    heated = judge_draws(exam.reference, hot, temperature=HOT, edge=edge)
+    return heated if found.verdict is Verdict.OK or heated.fault not in ("", "unknown") else found
 
 
 def locate_difference(exam: Examination, findings: Sequence[Finding], engine_model: Any) -> list[Finding]:
