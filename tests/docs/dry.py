@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import shlex
 import tomllib
@@ -177,10 +178,11 @@ def check_agent(words: Sequence[str]) -> None:
         path for folder in (*folders, ROOT / "tests" / "integrations" / "frameworks") for path in folder.glob("*.py")
     ]
     used = "".join(path.read_text(encoding="utf-8") for path in files)
+    presets = json.dumps(tomllib.loads((folders[0] / "presets.toml").read_text(encoding="utf-8")))
     for word in words:
         name = word.partition("=")[0] if VARIABLE.match(word) else word
         if name != word or word.startswith("-"):
-            assert f'"{name}"' in used, f"neither a preset nor a test starts an agent with {name}"
+            assert f'"{name}"' in used + presets, f"neither a preset nor a test starts an agent with {name}"
 
 
 def check_vllm(words: Sequence[str]) -> None:

@@ -227,7 +227,7 @@ async def test_general_forms_cover_what_the_seventh_set_showed(case: str, only: 
     [
         # Forms are tried in single layers, too, and the part of a model by the form that was found.
         (eighth_set, "gate and up sharded before the split", "order", "rows joined", "shards of 2, split as blocks"),
-        (fifth_set, "one rank not updated", "stale_weights", "of 2", "shard 1 of 2; in"),
+        (fifth_set, "one rank not updated", "stale_weights", "of 2", "shard 1 of 2, but those of tokens"),
         # Fused rows are split otherwise, either way.
         (eighth_set, "groups read from blocks", "order", "rows joined", "q, k, v rows joined as blocks"),
         # Two changes of one name, neither of which is enough.

@@ -89,7 +89,7 @@ MUTANTS = (
         changes=[
             (
                 "conversation/reading.py",
-                '        return digest(b"".join(read.digest for read in self.facts), self.tools_digest)\n',
+                '        return digest(b"".join(map(_DIGEST, self.facts)), self.tools_digest)\n',
                 "        return digest(self.keys[-1], self.tools_digest)\n",
             )
         ],

@@ -39,7 +39,7 @@ def check_requests(renderer: Renderer, prefix: list[int], past: PastMessages, ne
     plan, render_tail = Splicer.plan, Splicer.render_tail
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Splicer, "plan", lambda self, request: requests.append(request) or plan(self, request))
-        patch.setattr(Splicer, "render_tail", lambda self, *args: requests.append(args[-1]) or render_tail(self, *args))
+        patch.setattr(Splicer, "render_tail", lambda self, *args: requests.append(args[1]) or render_tail(self, *args))
         found = renderer.extend(prefix, past, new, TOOLS)
     assert requests and found == renderer.extend(prefix, list(past), new, TOOLS)
     is_safe, inputs = renderer.injection == "safe", renderer.inputs
