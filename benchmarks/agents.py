@@ -177,8 +177,8 @@ def report_felt(counts: Sequence[int], kinds: Sequence[str], load: Workload, fol
     )
     low, high = load.opening
     notes = (
-        f"openings of {low:,} to {high:,} tokens, {load.turns} turns at the median and {3 * load.turns} at most, {TOKENS} tokens a turn at "
-        f"{1 / load.token_delay_s:.0f} a second in pieces of {PIECE}, pauses of {load.pause_s:g} s on average",
+        f"openings of {low:,} to {high:,} tokens, {load.turns} turns at the median and {3 * load.turns} at most, "
+        f"{TOKENS} tokens a turn at {1 / load.token_delay_s:.0f} a second in pieces of {PIECE}, pauses of {load.pause_s:g} s on average",
         "kept: time that the agents take at the engine alone ÷ through the gateway; added: over the engine alone",
         "one process carries: the time of a turn ÷ its CPU time, extrapolated",
         f"other processes, the agents' among them, kept up to {others:.2f} of {os.cpu_count()} cores busy",

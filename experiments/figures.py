@@ -152,19 +152,13 @@ def table_of_arms(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     every = [run for runs in found.values() for run in runs.values()]
     if every:
-        starts = [
-            f"{statistics.fmean(values):.2f}{of}"
-            for of, is_mixture in (("", False), (" of the mixture", True))
-            if (
-                values := [
-                    sum(run["held_out"][0][1:]) / len(run["kinds"])
-                    for run in every
-                    if run["arm"].startswith("mixture") == is_mixture
-                ]
-            )
-        ]
+        starts: dict[str, list[float]] = {}
+        for run in every:
+            of = " of the mixture" if run["arm"].startswith("mixture") else ""
+            starts.setdefault(of, []).append(sum(run["held_out"][0][1:]) / len(run["kinds"]))
+        shown = ", ".join(f"{statistics.fmean(values):.2f}{of}" for of, values in sorted(starts.items()))
         rates, steps = (", ".join(f"{n:g}" for n in sorted({run[key] for run in every})) for key in ("lr", "steps"))
-        lines += ["", f"Held-out reward before training: {', '.join(starts)}. Steps: {steps}. Learning rate: {rates}."]
+        lines += ["", f"Held-out reward before training: {shown}. Steps: {steps}. Learning rate: {rates}."]
     return lines
 
 

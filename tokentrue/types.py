@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from enum import StrEnum
 from functools import cache
+from itertools import groupby
+from operator import itemgetter
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
@@ -187,12 +189,9 @@ def spans_from_runs(runs: Iterable[tuple[int, int]]) -> tuple[VersionSpan, ...]:
     """From `(number of tokens, version)`; adjacent runs of one version are merged."""
     spans: list[VersionSpan] = []
     end = 0
-    for count, version in runs:
-        start, end = end, end + count
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(start=spans[-1].start, end=end, version=version)
-        elif count:
-            spans.append(VersionSpan(start=start, end=end, version=version))
+    for version, same in groupby((run for run in runs if run[0]), key=itemgetter(1)):
+        start, end = end, end + sum(count for count, _ in same)
+        spans.append(VersionSpan(start=start, end=end, version=version))
     return tuple(spans)
 
 

@@ -160,21 +160,27 @@ def gate_and_up_joined_rank_by_rank(model: Any, dtype: str, rng: random.Random) 
 # --- sampling, and what is reported ---
 
 
+class SilentFilters(Plain):
+    """Draws under filters where a request asks for none, and reports without them."""
+
+    def __init__(self, model: Any, dtype: str, *, top_k: int, top_p: float) -> None:
+        super().__init__(model, dtype)
+        self.top_k, self.top_p = top_k, top_p
+
+    def drawn(self, logits: torch.Tensor, run: Run, sampling: Sampling) -> torch.Tensor:
+        wide = sampling.top_p if sampling.top_p < 1 else self.top_p
+        return super().drawn(logits, run, replace(sampling, top_k=sampling.top_k or self.top_k, top_p=wide))
+
+    def told(self, drawn: torch.Tensor, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        return torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
+
+
 @case(FAULTS, "sampled_filters")
 def filters_of_generation_config(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """Top-k and top-p that a request leaves off are taken from generation_config.json; what is reported is without them
     (NeMo-RL#3497, slime#2197)."""
     top_k, top_p = rng.choice(((20, 0.95), (20, 0.8), (50, 0.9)))
-
-    class Engine(Plain):
-        def drawn(self, logits: torch.Tensor, run: Run, sampling: Sampling) -> torch.Tensor:
-            wide = sampling.top_p if sampling.top_p < 1 else top_p
-            return super().drawn(logits, run, replace(sampling, top_k=sampling.top_k or top_k, top_p=wide))
-
-        def told(self, drawn: torch.Tensor, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-            return torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
-
-    return Seeded(Engine(model, dtype))
+    return Seeded(SilentFilters(model, dtype, top_k=top_k, top_p=top_p))
 
 
 @case(FAULTS, "sampled_filters")

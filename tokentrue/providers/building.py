@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import itemgetter
 from typing import cast
 
 from tokentrue.errors import EngineContractError, EngineRejected, SamplingError, TokenContractError
@@ -132,8 +131,7 @@ class CompletionBuilder:
             raise EngineContractError(
                 f"{self.engine} counted {prompt_tokens} prompt tokens where {len(self.prompt_ids)} were sent"
             )
-        by_version = groupby(self._pieces, key=itemgetter(1))
-        runs = ((sum(piece[0] for piece in pieces), version) for version, pieces in by_version)
+        runs = ((tokens, version) for tokens, version, _ in self._pieces)
         try:
             return Completion(
                 token_ids=TokenIds(self.ids),
