@@ -14,15 +14,14 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test docs check bench experiments clean package wheels images test-slow test-load test-many-gateways test-day test-lowest test-postgres test-partitions test-hostile test-fuzz conformance test-harness test-vllm test-frameworks test-gpu
 
-$(VENV)/.base: pyproject.toml constraints.txt
+# One run of pip each: of two, the second resolves and builds again what the first has installed.
+$(VENV)/.base: EXTRAS := engine,train
+$(VENV)/.dev: EXTRAS := engine,train,dev
+$(VENV)/.base $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[engine,train]"
-	touch $@
-
-$(VENV)/.dev: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
-	touch $@
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$(EXTRAS)]"
+	touch $(VENV)/.base $@
 
 # Programs that tests run: a browser, bubblewrap, PostgreSQL.
 $(PROGRAMS): $(VENV)/.dev

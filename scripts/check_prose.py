@@ -22,17 +22,24 @@ PAGES = (
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
-def banned() -> list[tuple[re.Pattern[str], str]]:
+WORDS = r"(?<!\w)(?:{})(?!\w)"
+
+
+def banned() -> list[tuple[str, str]]:
+    """(pattern in lower case, advice)"""
     rules = [line.split(" => ") for line in LIST.read_text().splitlines() if line and not line.startswith("#")]
-    return [(re.compile(rf"(?<!\w)(?:{pattern})(?!\w)", re.IGNORECASE), advice) for pattern, advice in rules]
+    return [(pattern, advice) for pattern, advice in rules]
 
 
-def findings(text: str, rules: list[tuple[re.Pattern[str], str]]) -> Iterator[tuple[int, str, str]]:
+def findings(text: str, rules: list[tuple[str, str]]) -> Iterator[tuple[int, str, str]]:
     """(line, phrase, advice). Code and output in fences are not prose; a phrase may run over a line break."""
     prose = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     flat = prose.replace("\n", " ")
+    # One search for all, with regard to case, takes a tenth of the time of one for each.
+    if not re.search(WORDS.format("|".join(pattern for pattern, _ in rules)), flat.lower()):
+        return
     for pattern, advice in rules:
-        for match in pattern.finditer(flat):
+        for match in re.finditer(WORDS.format(pattern), flat, re.IGNORECASE):
             yield prose.count("\n", 0, match.start()) + 1, match[0], advice
 
 

@@ -51,3 +51,8 @@ def test_phrases_are_found_over_line_breaks_and_not_in_code(prose: ModuleType, t
 
 def test_the_line_is_named(prose: ModuleType) -> None:
     assert next(prose.findings("one\n\n```text\nx\n```\nit hears", prose.banned()))[0] == 6
+
+
+def test_patterns_are_in_lower_case(prose: ModuleType) -> None:
+    assert [pattern for pattern, _ in prose.banned() if pattern != pattern.lower()] == []
+    assert [phrase for _, phrase, _ in prose.findings("It Hears.", prose.banned())] == ["Hears"]

@@ -3,6 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -22,24 +23,42 @@ def run_without(modules: set[str], *arguments: str) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize(
-    ("command", "extra"),
-    [
-        (("serve", "--port", "0"), "gateway"),
-        (("verify", "calculator"), "gateway"),
-        (("demo",), "train"),
-        (("train",), "train"),
-        (("view", "http://127.0.0.1:1"), "gateway"),
-        (("doctor", "--engine", "exact", "--model", "calculator"), "engine"),
-    ],
-)
-def test_the_missing_extra_is_named(command: tuple[str, ...], extra: str) -> None:
-    done = run_without(set().union(*EXTRAS.values()), *command)
-    assert done.returncode == 2 and f"pip install 'tokentrue[{extra}]'" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+NEEDS = {
+    "serve --port 0": "gateway",
+    "verify calculator": "gateway",
+    "demo": "train",
+    "train": "train",
+    "view http://127.0.0.1:1": "gateway",
+    "doctor --engine exact --model calculator": "engine",
+}
+LIGHT = ("--version", "--help", "audit nothing.jsonl", "samples sqlite:nothing.sqlite -o x")
+IN_TURN = """
+import contextlib, io, json
+for line in {lines!r}:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            code = main(line.split())
+        except SystemExit as ended:
+            code = ended.code
+    print(json.dumps([line, code, said.getvalue()]))
+"""
 
 
-LIGHT = [("--version",), ("--help",), ("audit", "nothing.jsonl"), ("samples", "sqlite:nothing.sqlite", "-o", "x")]
+@pytest.fixture(scope="module")
+def told() -> dict[str, tuple[int | None, str]]:
+    """Exit code and errors of each line on the base install, one after the other in one process."""
+    hide = "; ".join(f"sys.modules[{name!r}] = None" for name in sorted(set().union(*EXTRAS.values())))
+    code = f"import sys; {hide}; from tokentrue.cli.main import main" + IN_TURN.format(lines=[*NEEDS, *LIGHT])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    return {line: (code, said) for line, code, said in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize(("line", "extra"), NEEDS.items())
+def test_the_missing_extra_is_named(line: str, extra: str, told: dict[str, tuple[int | None, str]]) -> None:
+    code, said = told[line]
+    assert code == 2 and f"pip install 'tokentrue[{extra}]'" in said
+    assert len(said.strip().splitlines()) == 1, said
 
 
 def test_the_demo_that_lacks_its_extra_leaves_no_directory(tmp_path: Path) -> None:
@@ -47,10 +66,9 @@ def test_the_demo_that_lacks_its_extra_leaves_no_directory(tmp_path: Path) -> No
     assert done.returncode == 2 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", LIGHT)
-def test_the_base_has_what_a_trainer_needs(command: tuple[str, ...]) -> None:
-    done = run_without(set().union(*EXTRAS.values()), *command)
-    assert "is not installed" not in done.stderr and "Traceback" not in done.stderr
+@pytest.mark.parametrize("line", LIGHT)
+def test_the_base_has_what_a_trainer_needs(line: str, told: dict[str, tuple[int | None, str]]) -> None:
+    assert "is not installed" not in told[line][1] and "Traceback" not in told[line][1]
 
 
 SLOW = {"httpx", "sqlite3", "rich.progress", "tokentrue.samples", "tokentrue.sessions", "tokentrue.app.wiring"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 from tokentrue.types import Extension
@@ -91,13 +92,21 @@ def _refused_by_name(parameters: Mapping[str, Any], adapter: Any) -> bool:
     return False
 
 
+@cache
+def load_harmony() -> Any:
+    """The library reads its vocabulary anew at each call, for most of a second."""
+    import openai_harmony as oh
+
+    return oh.load_harmony_encoding(oh.HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
 def harmony_ids(messages: Sequence[Message], tools: list[Any], *, effort: str, date: str, generate: bool) -> list[int]:
     """openai-harmony's own encoding: calls typed as the model types them, text before a call in the commentary channel,
     results under their tool's name, the reasoning that the format keeps, and the library's own beginning of the next
     turn."""
     import openai_harmony as oh
 
-    encoder = oh.load_harmony_encoding(oh.HarmonyEncodingName.HARMONY_GPT_OSS)
+    encoder = load_harmony()
     system = (
         oh.SystemContent.new()
         .with_reasoning_effort(oh.ReasoningEffort(effort.capitalize()))

@@ -46,23 +46,31 @@ async def gather(engine: reported.Engine, dtype: str = "float32", tokens: int = 
     return Evidence(reference, seen, dtype)
 
 
-def judged(evidence: Evidence, previous: Any = None, only: str = "", words: str = "") -> Finding:
-    """By the hypotheses whose name contains `only`, and whose label contains `words`."""
+def judged(
+    evidence: Evidence, previous: Any = None, only: str = "", words: str = "", forms: str | None = None
+) -> Finding:
+    """By the hypotheses whose name contains `only`, and whose label contains `words`. `forms`: by those of their other
+    forms alone whose label contains it."""
     hypotheses = list_hypotheses(
         evidence.reference, previous=previous, specials=(0, 1, 2), stops=(2,), dtype=evidence.dtype
     )
-    return judge(evidence, [one for one in hypotheses if only in one.fault and words in one.label], advice="look")
+    chosen = [one for one in hypotheses if only in one.fault and words in one.label]
+    if forms is not None:
+        chosen = [form for one in chosen if one.details is not None for form in one.details() if forms in form.label]
+    return judge(evidence, chosen, advice="look")
 
 
 def seeded(name: str, dtype: str = "float32", seed: int = 3) -> reported.Seeded:
     return reported.build(name, e.calculator(), dtype, random.Random(seed))
 
 
-async def test_a_rope_base_is_fitted_to_its_value() -> None:
+# Against all causes, `make test` judges samples (test_doctor.py) and a whole engine (test_faults.py).
+@pytest.mark.parametrize("only", ["rope", pytest.param("", marks=pytest.mark.slow)])
+async def test_a_rope_base_is_fitted_to_its_value(only: str) -> None:
     case = seeded("rope base")
     inverse = case.engine._model.model.rotary_emb.inv_freq
     base = float(inverse[1]) ** -len(inverse)  # frequency i is base^(-i / n)
-    found = judged(await gather(case.engine))
+    found = judged(await gather(case.engine), only=only)
     assert found.fault == "rope", found
     assert abs(float(found.detail.split()[2].rstrip(":")) / base - 1) < 0.01, (found.detail, base)
 
@@ -112,27 +120,29 @@ async def test_plain_draws_follow_their_reports() -> None:
     assert judge_draws(evidence.reference, evidence.observations).verdict is Verdict.OK
 
 
+# Each form of stale weights tries each part of the model: `make test` has one form.
+QUERY = "stale query projection, previous given", {"model.layers.2.self_attn.q_proj.weight"}
+
+
 @pytest.mark.parametrize(
-    ("case", "tensors"),
+    ("case", "tensors", "words"),
     [
-        ("stale query projection, previous given", {"model.layers.2.self_attn.q_proj.weight"}),
-        pytest.param("stale norm, previous given", set(), marks=pytest.mark.slow),
-        pytest.param(
-            "stale key and value, previous given",
-            {f"model.layers.0.self_attn.{n}_proj.weight" for n in "kv"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "stale embedding, fresh head, previous given",
-            {"embedding, which the output layer shares"},
-            marks=pytest.mark.slow,
+        (*QUERY, "of the update"),
+        *(
+            pytest.param(*one, "", marks=pytest.mark.slow)
+            for one in (
+                QUERY,
+                ("stale norm, previous given", set()),
+                ("stale key and value, previous given", {f"model.layers.0.self_attn.{n}_proj.weight" for n in "kv"}),
+                ("stale embedding, fresh head, previous given", {"embedding, which the output layer shares"}),
+            )
         ),
     ],
 )
-async def test_stale_tensors_are_named_one_by_one(case: str, tensors: set[str], tmp_path: Path) -> None:
+async def test_stale_tensors_are_named_one_by_one(case: str, tensors: set[str], words: str, tmp_path: Path) -> None:
     seeded = third_set.FAULTS[case](e.calculator(), "float32", random.Random(1))
     seeded.previous.save_pretrained(tmp_path)
-    found = judged(await gather(seeded.engine), previous=tmp_path, only="stale")
+    found = judged(await gather(seeded.engine), previous=tmp_path, only="stale", words=words)
     assert found.fault == "stale_weights", found
     named = found.detail.split("; in ")[1].split(" alone")[0]
     assert named.endswith("input_layernorm.weight") if not tensors else all(one in named for one in tensors)
@@ -246,9 +256,12 @@ async def test_forms_parts_and_pairs_of_changes(
     assert found.fault in seeded.names and expected in found.detail, found
 
 
-@pytest.mark.parametrize("rank", [None, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [(None, "of the update"), *(pytest.param(rank, "", marks=pytest.mark.slow) for rank in (None, 1))],
+)
 async def test_an_update_that_stopped_or_missed_a_rank_is_found_though_it_is_large(
-    rank: int | None, tmp_path: Path
+    rank: int | None, words: str, tmp_path: Path
 ) -> None:
     """Effects of its tensors do not add up."""
     model = e.calculator()
@@ -263,12 +276,12 @@ async def test_an_update_that_stopped_or_missed_a_rank_is_found_though_it_is_lar
         parts = [one.get_parameter(name).data.chunk(2, side)[rank or 0] for one in (model, old)]
         parts[0].copy_(parts[1])
     old.save_pretrained(tmp_path)
-    found = judged(await gather(reported.Engine(model)), previous=tmp_path, only="stale")
+    found = judged(await gather(reported.Engine(model)), previous=tmp_path, only="stale", words=words)
     assert found.fault == "stale_weights", found
     assert ("shard 1 of 2" if rank else names[14]) in found.detail, found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 async def test_defaults_of_a_sampler_are_solved_together(dtype: str) -> None:
     """Those that many checkpoints bring: a penalty, a temperature, top-k and top-p."""
     engine = reported.Engine(e.calculator(), dtype)
@@ -285,7 +298,8 @@ async def test_defaults_of_a_sampler_are_solved_together(dtype: str) -> None:
     assert "top_k 20" in found.detail, found
 
 
-async def test_float8_of_fused_matrices_has_one_scale() -> None:
+@pytest.mark.parametrize("forms", ["e4m3fn per matrix, parts of a layer joined", pytest.param(None, marks=pytest.mark.slow)])  # fmt: skip
+async def test_float8_of_fused_matrices_has_one_scale(forms: str | None) -> None:
     model = e.calculator()
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -296,7 +310,7 @@ async def test_float8_of_fused_matrices_has_one_scale() -> None:
             for one, own in zip(group, rows.split([len(one.weight) for one in group]), strict=True):
                 one.weight.data = own
         attention.o_proj.weight.data = e.to_fp8(attention.o_proj.weight.data)
-    found = judged(await gather(reported.Engine(model)), only="fp8_weights")
+    found = judged(await gather(reported.Engine(model)), only="fp8_weights", forms=forms)
     assert found.fault == "fp8_weights" and "joined" in found.detail, found
 
 

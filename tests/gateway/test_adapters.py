@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from safetensors.torch import save_file  # noqa: E402
 
+from tests.marks import slow_but_every  # noqa: E402
 from tokentrue.app.background import BackgroundGateway  # noqa: E402
 from tokentrue.cli.main import run  # noqa: E402
 from tokentrue.environments import SMALL_MODEL  # noqa: E402
@@ -85,19 +86,27 @@ def test_an_adapter_is_a_model_name(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "content", "words"),
-    [
-        ("adapter_config.json", "{nope", "is not JSON"),
-        ("adapter_config.json", "[]", "holds a list"),
-        ("adapter_config.json", '{"r": 4}', "lora_alpha is missing"),
-        ("adapter_config.json", '{"r": 4, "lora_alpha": NaN}', "lora_alpha is nan"),
-        (
-            "adapter_config.json",
-            '{"r": 4, "lora_alpha": 8, "init_lora_weights": "pissa"}',
-            "path_initial_model_for_weight_conversion",
-        ),
-        ("adapter_config.json", '{"r": 4, "lora_alpha": 8, "alora_invocation_tokens": [5]}', "alora_invocation_tokens"),
-        ("adapter_model.safetensors", "xx", "is damaged"),
-    ],
+    # One of each file: tests/engine/test_adapters.py has every cause, without a process that serves.
+    slow_but_every(
+        6,
+        [
+            ("adapter_config.json", "{nope", "is not JSON"),
+            ("adapter_config.json", "[]", "holds a list"),
+            ("adapter_config.json", '{"r": 4}', "lora_alpha is missing"),
+            ("adapter_config.json", '{"r": 4, "lora_alpha": NaN}', "lora_alpha is nan"),
+            (
+                "adapter_config.json",
+                '{"r": 4, "lora_alpha": 8, "init_lora_weights": "pissa"}',
+                "path_initial_model_for_weight_conversion",
+            ),
+            (
+                "adapter_config.json",
+                '{"r": 4, "lora_alpha": 8, "alora_invocation_tokens": [5]}',
+                "alora_invocation_tokens",
+            ),
+            ("adapter_model.safetensors", "xx", "is damaged"),
+        ],
+    ),
 )
 def test_serve_says_in_one_line_which_file_of_an_adapter_it_refuses(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: str, words: str

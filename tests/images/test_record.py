@@ -312,19 +312,28 @@ async def run():
         await session.chat([ask_about(image_part(picture(28, 28, color=(number % 256, os.getpid() % 256, 1))))])
         os.write(1, f"{session.id}\\n".encode())
         number += 1
-asyncio.run(run())
+while sys.stdin.readline():  # a process each: what they import takes seconds
+    if os.fork() == 0:
+        asyncio.run(run())
+    os.wait()
+    os.write(1, b"killed\\n")
 """
 
 
 def test_a_killed_process_loses_no_image_of_an_answered_turn(tmp_path: Path) -> None:
     path, answered = tmp_path / "j.sqlite", list[str]()
-    for lines in (1, 7, 20):
-        child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        answered += [child.stdout.readline().strip() for _ in range(lines)]
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+    command = [sys.executable, "-c", CHILD, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        for lines in (1, 7, 20):
+            print(flush=True, file=parent.stdin)
+            for _ in range(lines):
+                answered.append(parent.stdout.readline().strip())
+                assert "-" in answered[-1], "the process ended by itself"
+            os.kill(int(answered[-1].partition("-")[0]), signal.SIGKILL)
+            while (line := parent.stdout.readline().strip()) != "killed":
+                answered.append(line)
+        parent.stdin.close()
     journal = Journal(path)
     for name in answered:
         record, tree = load_tree(journal, name)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.marks import slow_except
 from tests.renderers.talk import OWN, TOOLS, calls, loaded, result, says, stop_id, user
 from tokentrue import Extension
 from tokentrue.json_types import JsonValue
@@ -70,8 +71,13 @@ def make_turn(kind: str, text: str, city: str, at: int) -> list[dict[str, Any]]:
 TURNS = st.lists(st.tuples(st.sampled_from(["call", "unnamed", "text"]), TEXTS, TEXTS), min_size=2, max_size=5)
 
 
-@pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("injection", ["safe", "engine"])
+@pytest.mark.parametrize(
+    ("name", "injection"),
+    [
+        *((name, "safe") for name in OWN),
+        *slow_except(["qwen3-like", "harmony-like"], ((name, "engine") for name in OWN), name=lambda each: each[0]),
+    ],
+)
 @given(opening=TEXTS, turns=TURNS, fork=st.integers(0, 4))
 def test_extend_is_the_same_with_and_without_what_was_read(
     name: str, injection: str, opening: str, turns: list[tuple[str, str, str]], fork: int
