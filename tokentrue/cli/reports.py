@@ -1,7 +1,5 @@
 """A training run as the viewer's page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +30,7 @@ COMPARED = (
 )  # fmt: skip
 
 
-def write_training_report(settings: TrainRun, **changes: Any) -> Path | None:
+def write_training_report(settings: "TrainRun", **changes: Any) -> Path | None:
     """None if the run has no metrics. `changes` are fields of the `Report`."""
     from tokentrue.app.wiring import renderer_for
 
@@ -67,7 +65,7 @@ def read_metrics(path: Path) -> list[JsonObject]:
     return rows
 
 
-def training_report(settings: TrainRun, rows: Sequence[JsonObject]) -> Report:
+def training_report(settings: "TrainRun", rows: Sequence[JsonObject]) -> Report:
     last = rows[-1]
     ends = [row for row in (rows[0], last) if row["reward"] is not None]
     highlights = [(f"reward at step {row['step']}", f"{row['reward']:.3f}") for row in ends]

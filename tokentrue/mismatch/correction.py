@@ -1,7 +1,5 @@
 """`Correction`, a denominator, weights and rejection rules, and `correct`, which applies it to a batch."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -135,15 +133,15 @@ class Correction:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     @classmethod
-    def from_verl(cls, config: JsonMapping, *, faithful: bool = False) -> Correction:
+    def from_verl(cls, config: JsonMapping, *, faithful: bool = False) -> "Correction":
         return cls(**importers.from_verl(config, faithful=faithful))
 
     @classmethod
-    def from_miles(cls, config: JsonMapping, *, faithful: bool = False) -> Correction:
+    def from_miles(cls, config: JsonMapping, *, faithful: bool = False) -> "Correction":
         return cls(**importers.from_miles(config, faithful=faithful))
 
     @classmethod
-    def from_trl(cls, config: JsonMapping) -> Correction:
+    def from_trl(cls, config: JsonMapping) -> "Correction":
         return cls(**importers.from_trl(config))
 
 
