@@ -2,8 +2,10 @@
 `tool_calls` and, if that captures a name, `broken_calls`: the same block with any other body, so that a failed attempt
 is recognised as one."""
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from pathlib import Path
 from typing import Literal
 
 from tokentrue.json_types import JsonMapping, JsonObject
@@ -69,52 +71,11 @@ Fields = Mapping[str, Field]
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 """The opening pattern captures the name; the body is the arguments."""
 
-INSIDE = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
-"""The body is a JSON object with name and arguments."""
-
 THINK: Field = {"open": "<think>", "close": "</think>"}
 
-HERMES: Fields = {
-    "tool_calls": {
-        "open": "<tool_call>",
-        "close": "</tool_call>",
-        "content": "json",
-        "repeats": True,
-        "transform": INSIDE,
-    }
-}
-"""`<tool_call>⏎{"name": …, "arguments": {…}}⏎</tool_call>`"""
-
+FORMATS: Mapping[str, Fields] = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
+HERMES, FUNCTION_XML, ARG_PAIRS = FORMATS["hermes"], FORMATS["function_xml"], FORMATS["arg_pairs"]
 HERMES_FORM = CallForm(opening="<tool_call>", begin='\n{"name": "NAME", "arguments": ', end="}\n</tool_call>")
-
-_BLOCK: Field = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True}
-
-FUNCTION_XML: Fields = {
-    "tool_calls": {
-        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-        "close": "</tool_call>",
-        "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-        "repeats": True,
-        "transform": NAMED,
-    },
-    "broken_calls": _BLOCK,
-}
-"""`<tool_call>⏎<function=NAME>⏎<parameter=KEY>⏎VALUE⏎</parameter>⏎</function>⏎</tool_call>`"""
-
-ARG_PAIRS: Fields = {
-    "tool_calls": {
-        "open_pattern": r"<tool_call>\s*(?P<name>[^\s<>{]+)\s*(?=<arg_key>|</tool_call>)",
-        "close": "</tool_call>",
-        "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
-        "repeats": True,
-        "transform": NAMED,
-    },
-    "broken_calls": _BLOCK,
-}
-"""`<tool_call>NAME⏎<arg_key>KEY</arg_key>⏎<arg_value>VALUE</arg_value>⏎</tool_call>`, with or without the line
-breaks"""
 
 
 def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> Fields:
