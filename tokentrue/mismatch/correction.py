@@ -1,12 +1,15 @@
 """`Correction`, a denominator, weights and rejection rules, and `correct`, which applies it to a batch."""
 
+import tomllib
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal, Unpack
 
+import msgspec
 import torch
-from msgspec import Meta
 
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.json_types import JsonMapping
@@ -66,7 +69,7 @@ class Correction:
     surrogate: Surrogate = "ppo"  # the objective that `policy_loss` uses when it is given no other
     staged: bool = False  # each rule sees only what earlier ones kept: outlier, token rules, weights, row rules (SkyRL)
     non_finite: NonFinite = "raise"
-    log_clamp: Annotated[float, Meta(gt=0, le=80)] = LOG_CLAMP
+    log_clamp: Annotated[float, msgspec.Meta(gt=0, le=80)] = LOG_CLAMP
     clamp_tokens: bool = False  # clamps each log-ratio before it is summed, as verl does, instead of the sum
     notes: tuple[str, ...] = ()  # what an importer wants the user to know
 
@@ -143,6 +146,11 @@ class Correction:
     @classmethod
     def from_trl(cls, config: JsonMapping) -> "Correction":
         return cls(**importers.from_trl(config))
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+PRESETS: Mapping[str, Correction] = MappingProxyType(msgspec.convert(_TABLES, dict[str, Correction]))
+"""Published corrections by name."""
 
 
 @record(eq=False)
