@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from tokentrue.cli.common import (
     show_status,
 )
 from tokentrue.errors import AuditError, InputError, TokenContractError, did_you_mean
+from tokentrue.json_types import read_table
 from tokentrue.records import record
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ PAGE_TOKENS = 200_000
 ALARM_K3 = 0.015
 ORDINARY = "K3 of ordinary engines"
 YARDSTICKS = "1e-5 to 1e-3 for dense models, 1e-3 to 1e-1 for mixtures"
-LABELS: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LABELS: Mapping[str, Mapping[str, str]] = read_table(__file__, "diagnose.toml")
 NUMBERS, WORST, PLACES = LABELS["numbers"], LABELS["worst"], LABELS["places"]
 Scored: TypeAlias = "tuple[TrainerLogprobs, list[int] | None]"
 """The trainer's log-probabilities, and its most likely tokens if known."""

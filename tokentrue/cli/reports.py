@@ -1,13 +1,12 @@
 """A training run as the viewer's page."""
 
 import json
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonObject, read_table
 from tokentrue.plain_json import dumps, loads, read_numbered_lines
 from tokentrue.sessions.journal import open_journal
 from tokentrue.viewer import Chart, FileSource, Report, ReportTable, StoreSource, write_report
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from tokentrue.app.training import TrainRun
 
 PAGE_TOKENS = 100_000  # of sessions to read
-LAYOUT: JsonObject = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+LAYOUT = read_table(__file__, "reports.toml")
 
 
 def write_training_report(settings: "TrainRun", **changes: Any) -> Path | None:

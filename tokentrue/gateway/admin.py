@@ -8,7 +8,6 @@ import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -27,7 +26,7 @@ from tokentrue.gateway.model_routes import OPERATIONS, SESSION_ROOT, Body
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.serving.forwarding import count_forwards
 from tokentrue.gateway.sessions import SessionHandle
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonObject, read_table
 from tokentrue.plain_json import convert
 from tokentrue.records import record
 from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
@@ -356,7 +355,7 @@ PATTERNS = {"session_id": f"^{SESSION_ID.pattern}$", "model": "^[A-Za-z0-9._-]+$
 def openapi_document() -> JsonObject:
     from tokentrue import __version__
 
-    document: JsonObject = orjson.loads(Path(__file__).with_name("openapi.json").read_bytes())
+    document = read_table(__file__, "openapi.json")
     document["info"]["version"] = __version__
     bodies = dict.fromkeys(each.body for each in (*OPERATIONS, *ADMIN) if each.body is not None)
     document["components"]["schemas"] |= msgspec.json.schema_components(bodies, ref_template=SCHEMAS + "{name}")[1]

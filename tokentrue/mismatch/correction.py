@@ -1,10 +1,8 @@
 """`Correction`, a denominator, weights and rejection rules, and `correct`, which applies it to a batch."""
 
-import tomllib
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal, Unpack
 
@@ -12,7 +10,7 @@ import msgspec
 import torch
 
 from tokentrue.errors import ConfigError, InputError
-from tokentrue.json_types import JsonMapping
+from tokentrue.json_types import JsonMapping, read_table
 from tokentrue.mismatch import importers
 from tokentrue.mismatch.batch import (
     Batch,
@@ -148,8 +146,8 @@ class Correction:
         return cls(**importers.from_trl(config))
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
-PRESETS: Mapping[str, Correction] = MappingProxyType(msgspec.convert(_TABLES, dict[str, Correction]))
+_PRESETS = msgspec.convert(read_table(__file__, "presets.toml"), dict[str, Correction])
+PRESETS: Mapping[str, Correction] = MappingProxyType(_PRESETS)
 """Published corrections by name."""
 
 

@@ -7,10 +7,8 @@ FSDP2 gathers them just before.
 """
 
 import copy
-import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +23,14 @@ from torch.overrides import (
 from transformers.activations import ACT2CLS, ACT2FN
 
 from tokentrue.errors import ExactnessError
+from tokentrue.json_types import read_table
 from tokentrue.numerics.cpu.arithmetic import ACTIVATIONS
 from tokentrue.numerics.delta import delta_forward, is_gated_delta
 from tokentrue.numerics.leaves import is_row_parallel, row_linear, run_experts
 from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights, LowRank, NormForm, Ops
 from tokentrue.numerics.vision import tower_form, tower_forward, tower_name
 
-_LISTED = tomllib.loads(Path(__file__).with_name("functions.toml").read_text(encoding="utf-8"))
+_LISTED = read_table(__file__, "functions.toml")
 MOVES, ARITHMETIC = frozenset(_LISTED["moves"]), frozenset(_LISTED["arithmetic"])
 # By `Ops.activation`.
 REPLACED: dict[str, str] = {"sigmoid": "sigmoid", "sigmoid_": "sigmoid", "softplus": "softplus", "silu": "silu"}

@@ -6,7 +6,6 @@ read back from any row, the row is rebuilt from it, and the two are compared.
 """
 
 import reprlib
-import tomllib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from tokentrue.errors import FileFormatError, TokenContractError
-from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, read_table
 from tokentrue.plain_json import dumps, loads, read_numbered_lines
 from tokentrue.records import record
 from tokentrue.samples import trainer_rows
@@ -27,9 +26,7 @@ from tokentrue.samples.trainer_rows import Columns
 from tokentrue.types import Sample
 
 _GROUP = 256  # rows of a parquet table that are written or read at once
-_COLUMNS: Mapping[str, Mapping[str, str]] = tomllib.loads(
-    Path(__file__).with_name("columns.toml").read_text(encoding="utf-8")
-)
+_COLUMNS: Mapping[str, Mapping[str, str]] = read_table(__file__, "columns.toml")
 _TENSOR_TYPES = _COLUMNS["tensors"]
 
 

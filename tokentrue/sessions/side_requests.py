@@ -7,15 +7,14 @@ began after every turn with tools was over, it repeats what a conversation with 
 sampled it."""
 
 import re
-import tomllib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from tokentrue.conversation.match_keys import count_system, read_role, text_of
+from tokentrue.json_types import read_table
 from tokentrue.plain_json import digest
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 from tokentrue.types import Message
@@ -33,8 +32,7 @@ class SideRule:
     opening: str
 
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-RULES = msgspec.convert(_TABLES["rule"], list[SideRule])
+RULES = msgspec.convert(read_table(__file__, "side_requests.toml")["rule"], list[SideRule])
 
 
 def find_side_requests(tree: Tree) -> dict[str, str]:

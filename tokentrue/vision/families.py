@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokentrue.errors import ConfigError, MessageError
-from tokentrue.json_types import JsonMapping, JsonValue, is_object
+from tokentrue.json_types import JsonMapping, JsonValue, is_object, read_table
 from tokentrue.protocols import find_plugins, load_plugin
 from tokentrue.records import record
 
@@ -21,7 +21,7 @@ Grid = tuple[int, int, int]
 Backend = Literal["pil", "torchvision"]
 LIBRARIES: Mapping[str, str] = {"pil": "pillow", "torchvision": "torchvision"}
 _KINDS = ("image", "video", "audio")
-DEFAULTS: Mapping[str, JsonMapping] = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
+DEFAULTS: Mapping[str, JsonMapping] = read_table(__file__, "defaults.json")
 """Settings that decide about pixels and counts, with transformers' values where a file omits them."""
 
 

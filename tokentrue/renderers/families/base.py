@@ -2,13 +2,11 @@
 `tool_calls` and, if that captures a name, `broken_calls`: the same block with any other body, so that a failed attempt
 is recognised as one."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from pathlib import Path
 from typing import Literal
 
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, read_table
 from tokentrue.records import record
 
 PLAIN: JsonMapping = {"start_anchor_pattern": r"\A(?!)", "fields": {"content": {}}}
@@ -73,7 +71,7 @@ NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{conte
 
 THINK: Field = {"open": "<think>", "close": "</think>"}
 
-FORMATS: Mapping[str, Fields] = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
+FORMATS: Mapping[str, Fields] = read_table(__file__, "formats.toml")
 HERMES, FUNCTION_XML, ARG_PAIRS = FORMATS["hermes"], FORMATS["function_xml"], FORMATS["arg_pairs"]
 HERMES_FORM = CallForm(opening="<tool_call>", begin='\n{"name": "NAME", "arguments": ', end="}\n</tool_call>")
 
