@@ -31,7 +31,7 @@ VERL_RATIO: Mapping[str, Aggregate] = {"token": "token", "seq_sum": "seq_sum", "
 
 
 def from_verl(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
-    given = check_keys("verl", config)
+    given = check_keys("verl", config, DEFAULTS["verl"])
     require_one_of("verl.loss_type", given["loss_type"], ("ppo_clip", "reinforce"))
     bypass = bool(given["bypass_mode"])
     reinforce = bypass and given["loss_type"] == "reinforce"  # verl reads loss_type in bypass mode only
@@ -93,7 +93,7 @@ def _verl_rules(given: JsonMapping, signal: Signal, faithful: bool, notes: list[
 def from_miles(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
     """Miles' and slime's arguments. `custom_tis_function_path` names what corrects: the mismatch helper (the default
     without `tis_clip`), `icepop_function`, or the built-in truncation to `tis_clip`."""
-    given = check_keys("miles", config)
+    given = check_keys("miles", config, DEFAULTS["miles"])
     bypass, use_tis, use_rs = given["use_rollout_logprobs"], given["use_tis"], given["use_rs"]
     if bypass and use_tis and "use_tis" in config:
         raise ConfigError("miles: use_rollout_logprobs and use_tis exclude each other")
@@ -157,7 +157,7 @@ def _miles_helper(given: JsonMapping, faithful: bool) -> JsonObject:
 def from_trl(config: JsonMapping) -> JsonObject:
     """The `vllm_importance_sampling_*` keys and `off_policy_mask_threshold` of a GRPOConfig, which may hold others."""
     mine = {key: value for key, value in config.items() if key in DEFAULTS["trl"] or key.startswith(TRL)}
-    given = check_keys("trl", mine)
+    given = check_keys("trl", mine, DEFAULTS["trl"])
     threshold = given["off_policy_mask_threshold"]
     opsm = None if threshold is None else OffPolicyMask(threshold=threshold, signal="ppo_rollout")
     if not given[f"{TRL}_correction"]:
@@ -173,8 +173,7 @@ def from_trl(config: JsonMapping) -> JsonObject:
     return dict(weights=weights, off_policy_mask=opsm, non_finite="unit", log_clamp=80.0)
 
 
-def check_keys(owner: str, config: JsonMapping) -> JsonObject:
-    keys = DEFAULTS[owner]
+def check_keys(owner: str, config: JsonMapping, keys: JsonMapping) -> JsonObject:
     unknown = sorted(set(config) - set(keys))
     if unknown:
         raise ConfigError(f"{owner}: unknown keys {', '.join(unknown)}; known are {', '.join(keys)}")
