@@ -5,8 +5,6 @@ with tt.Client("http://127.0.0.1:8000", admin_key) as client, client.session(gro
     s.reward(1.0)
     samples = s.samples()"""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -178,14 +176,14 @@ class _SessionAddress:
 
 
 class ClientSession(_SessionAddress):
-    def __init__(self, client: Client, opened: JsonMapping) -> None:
+    def __init__(self, client: "Client", opened: JsonMapping) -> None:
         super().__init__(opened)
         self._client = client
 
-    def openai(self, **options: Any) -> OpenAI:
+    def openai(self, **options: Any) -> "OpenAI":
         return self._sdk("openai", "OpenAI", options)
 
-    def anthropic(self, **options: Any) -> Anthropic:
+    def anthropic(self, **options: Any) -> "Anthropic":
         return self._sdk("anthropic", "Anthropic", options)
 
     def reward(self, reward: float, *, leaf: str | None = None, metadata: JsonMapping | None = None) -> None:
@@ -226,7 +224,7 @@ class Client:
     def __init__(self, url: str, admin_key: str | None = None, *, timeout_s: float = 600.0) -> None:
         self._http = httpx.Client(**_connection_options(url, admin_key, timeout_s))
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> "Client":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -239,7 +237,7 @@ class Client:
         """A new session, which stays open until `end`."""
         return ClientSession(self, self.call(*_open_request(settings)))
 
-    def session(self, **settings: Unpack[SessionSettings]) -> SessionBlock:
+    def session(self, **settings: Unpack[SessionSettings]) -> "SessionBlock":
         """`open` as a context manager that ends the session. After an exception it stays open, to be inspected or
         resumed."""
         return SessionBlock(self, settings)
@@ -291,14 +289,14 @@ class Client:
 
 
 class AsyncClientSession(_SessionAddress):
-    def __init__(self, client: AsyncClient, opened: JsonMapping) -> None:
+    def __init__(self, client: "AsyncClient", opened: JsonMapping) -> None:
         super().__init__(opened)
         self._client = client
 
-    def openai(self, **options: Any) -> AsyncOpenAI:
+    def openai(self, **options: Any) -> "AsyncOpenAI":
         return self._sdk("openai", "AsyncOpenAI", options)
 
-    def anthropic(self, **options: Any) -> AsyncAnthropic:
+    def anthropic(self, **options: Any) -> "AsyncAnthropic":
         return self._sdk("anthropic", "AsyncAnthropic", options)
 
     async def reward(self, reward: float, *, leaf: str | None = None, metadata: JsonMapping | None = None) -> None:
@@ -338,7 +336,7 @@ class AsyncClient:
         self._retries = retries
         self._http = httpx.AsyncClient(**options, limits=httpx.Limits(max_connections=None))
 
-    async def __aenter__(self) -> AsyncClient:
+    async def __aenter__(self) -> "AsyncClient":
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -350,7 +348,7 @@ class AsyncClient:
     async def open(self, **settings: Unpack[SessionSettings]) -> AsyncClientSession:
         return AsyncClientSession(self, await self.call(*_open_request(settings)))
 
-    def session(self, **settings: Unpack[SessionSettings]) -> AsyncSessionBlock:
+    def session(self, **settings: Unpack[SessionSettings]) -> "AsyncSessionBlock":
         return AsyncSessionBlock(self, settings)
 
     async def sessions(

@@ -5,8 +5,6 @@ and what was sent is what is recorded.
 >>> ids[1:3], ids.startswith(ids[:2]), ids == (151644, 872, 198, 17)
 (TokenIds([872, 198]), True, True)"""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from array import array
@@ -30,7 +28,7 @@ if sys.byteorder != "little":
 class HashState(Protocol):
     def update(self, data: bytes | memoryview, /) -> None: ...
     def digest(self) -> bytes: ...
-    def copy(self) -> HashState: ...
+    def copy(self) -> "HashState": ...
 
 
 class TokenIds(Sequence[int]):
@@ -38,20 +36,20 @@ class TokenIds(Sequence[int]):
     view: memoryview  # a read-only buffer of int32 over bytes, for numpy and torch without a copy
     _hash: HashState | None  # SHA-256 over the ids, once requested; concatenations continue from it
 
-    def __new__(cls, ids: Iterable[int] = ()) -> TokenIds:
+    def __new__(cls, ids: Iterable[int] = ()) -> "TokenIds":
         return ids if isinstance(ids, TokenIds) else cls._of(_view_of_bytes(_pack(ids)))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"TokenIds are immutable: cannot set {name}")
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> TokenIds:
+    def from_bytes(cls, data: bytes) -> "TokenIds":
         if len(data) % _SIZE:
             raise TokenContractError(f"{len(data)} bytes are not a whole number of token ids ({_SIZE} bytes each)")
         return cls._of(_view_of_bytes(data))
 
     @classmethod
-    def concat(cls, parts: Iterable[TokenIds]) -> TokenIds:
+    def concat(cls, parts: "Iterable[TokenIds]") -> "TokenIds":
         """If the SHA-256 state of the first part is known, only the others are hashed."""
         parts = [part for part in parts if len(part.view)]
         known = parts[0]._hash if parts else None
@@ -62,7 +60,7 @@ class TokenIds(Sequence[int]):
         return cls._of(_view_of_bytes(b"".join([part.view for part in parts])), known)
 
     @classmethod
-    def _of(cls, view: memoryview, known: HashState | None = None) -> TokenIds:
+    def _of(cls, view: memoryview, known: HashState | None = None) -> "TokenIds":
         ids = object.__new__(cls)
         object.__setattr__(ids, "view", view)
         object.__setattr__(ids, "_hash", known)
@@ -91,8 +89,8 @@ class TokenIds(Sequence[int]):
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
-    def __getitem__(self, index: slice) -> TokenIds: ...
-    def __getitem__(self, index: int | slice) -> int | TokenIds:
+    def __getitem__(self, index: slice) -> "TokenIds": ...
+    def __getitem__(self, index: int | slice) -> "int | TokenIds":
         if not isinstance(index, slice):
             return self.view[index]
         part = self.view[index]
@@ -101,10 +99,10 @@ class TokenIds(Sequence[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(self.view)
 
-    def __add__(self, other: Iterable[int]) -> TokenIds:
+    def __add__(self, other: Iterable[int]) -> "TokenIds":
         return TokenIds.concat((self, TokenIds(other)))
 
-    def __radd__(self, other: Iterable[int]) -> TokenIds:
+    def __radd__(self, other: Iterable[int]) -> "TokenIds":
         return TokenIds.concat((TokenIds(other), self))
 
     def __eq__(self, other: object) -> bool:
@@ -126,7 +124,7 @@ class TokenIds(Sequence[int]):
     def __reduce__(self) -> tuple[Any, tuple[bytes]]:
         return TokenIds.from_bytes, (self.tobytes(),)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray":
         import numpy as np
 
         array_ = np.frombuffer(self.view, dtype=np.int32)

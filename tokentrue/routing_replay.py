@@ -1,7 +1,5 @@
 """What a trainer replays to compute the rollout's distribution, as raw little-endian bytes."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, Sequence
 from heapq import nlargest
@@ -51,7 +49,7 @@ class RoutedExperts:
     def end(self) -> int:
         return self.start + self.shape[0]
 
-    def cut(self, start: int, end: int) -> RoutedExperts:
+    def cut(self, start: int, end: int) -> "RoutedExperts":
         _, layers, top_k = self.shape
         first = max(start, self.start)
         count = max(0, min(end, self.end) - first)
@@ -102,7 +100,7 @@ class SamplingMask:
             raise TokenContractError(f"sampling mask: offsets must rise from 0 to {len(self.token_ids)}")
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int]]) -> SamplingMask:
+    def from_rows(cls, rows: Sequence[Sequence[int]]) -> "SamplingMask":
         offsets = accumulate(map(len, rows), initial=0)
         return cls(token_ids=TokenIds(i for row in rows for i in row), offsets=TokenIds(offsets))
 
@@ -115,7 +113,7 @@ class SamplingMask:
     def rows(self) -> list[TokenIds]:
         return [self.row(index) for index in range(len(self))]
 
-    def cut(self, start: int, end: int) -> SamplingMask:
+    def cut(self, start: int, end: int) -> "SamplingMask":
         first = self.offsets[start]
         offsets = [value - first for value in self.offsets[start : end + 1]]
         return SamplingMask(token_ids=self.token_ids[first : self.offsets[end]], offsets=TokenIds(offsets))
@@ -139,7 +137,7 @@ class TopLogprobs(SamplingMask):
             )
 
     @classmethod
-    def from_tops(cls, tops: Sequence[tuple[Mapping[int, float], int]]) -> TopLogprobs:
+    def from_tops(cls, tops: Sequence[tuple[Mapping[int, float], int]]) -> "TopLogprobs":
         """From each token's log-probabilities and how many were asked for: engines add the sampled id."""
         known = [[(token, value) for token, value in top.items() if -9000.0 < value <= 0.0] for top, _ in tops]
         chosen = [nlargest(count, row, key=lambda pair: pair[1]) for row, (_, count) in zip(known, tops, strict=True)]

@@ -1,7 +1,5 @@
 """OpenTelemetry: a span for each model request and each stage of its turn. Spans hold no keys and no text."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import wraps
@@ -19,11 +17,11 @@ SERVICE = "tokentrue"
 
 
 class _Tracing:
-    tracer: Tracer | None = None
-    provider: TracerProvider | None = None
+    tracer: "Tracer | None" = None
+    provider: "TracerProvider | None" = None
 
 
-def start_tracing(url: str, *, exporter: SpanExporter | None = None) -> None:
+def start_tracing(url: str, *, exporter: "SpanExporter | None" = None) -> None:
     """`url`: an OTLP/HTTP collector (http://host:4318). Call it once per process."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -47,7 +45,7 @@ def stop_tracing() -> None:
 
 
 @contextmanager
-def _span(name: str, context: Context | None = None, kind: SpanKind | None = None) -> Generator[None]:
+def _span(name: str, context: "Context | None" = None, kind: "SpanKind | None" = None) -> Generator[None]:
     from opentelemetry.trace import SpanKind, StatusCode
 
     assert _Tracing.tracer is not None

@@ -14,8 +14,6 @@ generation that breaks off at one engine. The stages run on the event loop. Othe
 (`sessions/requests.run_by_size`), the bytes of images (`sessions/images`), the journal's writer, most of loading a
 session (`Session.open`), and an engine in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid
@@ -158,7 +156,7 @@ class Session:
         provider: Provider,
         limits: SessionLimits | None = None,
         images: ImageSettings | None = None,
-    ) -> Session:
+    ) -> "Session":
         """Resumes a recorded session. An older object of the same session can write no more."""
         fencing_token, record, rows = await asyncio.to_thread(
             lambda: (journal.acquire(session_id), journal.get(session_id), journal.rows(session_id))

@@ -5,8 +5,6 @@ included); `rollout_logprobs` reported by the sampler; `trainer_logprobs` recomp
 turns, and a turn has one node per choice. Messages and tools are plain mappings in the OpenAI Chat Completions
 shape; a read conversation has an image as the part `{"type": "image", "sha256", "media_type", "width", "height"}`."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,7 +46,7 @@ class PastMessages(tuple[Message, ...]):
 
     read: tuple[object, tuple[Any, ...]] = (None, ())
 
-    def followed_by(self, messages: Iterable[Message]) -> PastMessages:
+    def followed_by(self, messages: Iterable[Message]) -> "PastMessages":
         longer = PastMessages((*self, *messages))
         longer.read = self.read
         return longer
@@ -273,8 +271,8 @@ class ImageRun:
     `grid` is the image processor's, in patches (time, height, width), and `processor` its identity."""
 
     sha256: str
-    start: Count
-    count: Count
+    start: "Count"
+    count: "Count"
     grid: tuple[int, ...]
     processor: str
 
@@ -436,11 +434,11 @@ class TurnEvent(Struct, frozen=True, kw_only=True, gc=False):
 
 @record
 class Span:
-    start: Count
-    end: Count
+    start: "Count"
+    end: "Count"
     kind: Literal["given", "sampled"]
     role: str
-    turn: Count
+    turn: "Count"
     policy_version: int | None
     trainable: bool
     why: str
@@ -451,8 +449,8 @@ class Certificate:
     """`chain` hashes every node on the sample's path in order; the other two identify what rendered it."""
 
     chain: str
-    template: Utf8
-    tokenizer: Utf8
+    template: "Utf8"
+    tokenizer: "Utf8"
 
 
 @record

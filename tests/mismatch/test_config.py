@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.mismatch.peer_configs import from_areal, from_skyrl
+from tokentrue import mismatch
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.mismatch import (
     PRESETS,
@@ -31,7 +32,6 @@ from tokentrue.mismatch import (
     correct,
     diagnose,
     loss_named,
-    presets,
 )
 
 TOKEN = Weights(upper=2.0)
@@ -206,7 +206,7 @@ def is_within(given: Any, made: Any) -> bool:
 
 def test_every_key_of_the_presets_is_a_field_and_no_value_is_another() -> None:
     """A misspelt key would be left out in silence."""
-    tables = tomllib.loads(Path(presets.__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    tables = tomllib.loads(Path(mismatch.__file__).with_name("presets.toml").read_text(encoding="utf-8"))
     assert tables.keys() == PRESETS.keys()
     for name, table in tables.items():
         assert is_within(table, msgspec.to_builtins(PRESETS[name])), name

@@ -15,8 +15,8 @@ from tokentrue.errors import SamplingError
 from tokentrue.providers import sglang, vllm
 from tokentrue.providers.hf import HFProvider
 from tokentrue.providers.remote import dump_settings
-from tokentrue.renderers.call_tag import make_call_tag
 from tokentrue.renderers.families import CallForm, Family
+from tokentrue.renderers.renderer import make_call_tag
 from tokentrue.types import Sampling
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

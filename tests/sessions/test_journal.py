@@ -14,6 +14,7 @@ import pytest
 
 from tokentrue.errors import JournalError, SessionConflict, SessionNotFound
 from tokentrue.sessions import Journal, SessionRecord, StoreLock
+from tokentrue.sessions.journal.database import read_statements
 from tokentrue.sessions.journal.rows import Row
 from tokentrue.sessions.journal.sqlite import STEPS, VERSION
 
@@ -152,7 +153,7 @@ async def test_sessions_end_by_age(journal: Journal, monkeypatch: pytest.MonkeyP
 
 def write_first_version(path: Path) -> None:
     old = sqlite3.connect(path)
-    for statement in STEPS[0][0].split(";"):
+    for statement in read_statements("sqlite-1"):
         old.execute(statement)
     old.execute("PRAGMA user_version=1")
     rewards = b'{"session":1.0,"leaves":{},"metadata":{}}'

@@ -4,8 +4,6 @@ with BackgroundGateway(model="path/to/model") as gateway:      # in a thread, fo
     client = tt.Client(gateway.url, gateway.admin_key)
     gateway.publish(model.state_dict(), version=1)"""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -38,7 +36,7 @@ DRAIN_S = 5.0  # after an error, turns without callers must not keep the process
 @record
 class Embedded:
     base_url: str
-    provider: Pool  # the engine itself, to publish weights to
+    provider: "Pool"  # the engine itself, to publish weights to
     admin_key: str
 
 
@@ -88,7 +86,7 @@ class BackgroundGateway:
         self._thread = threading.Thread(target=self._loop.run_forever, name="tokentrue-gateway", daemon=True)
         self._context = embedded_gateway(chosen)
 
-    def __enter__(self) -> BackgroundGateway:
+    def __enter__(self) -> "BackgroundGateway":
         self._thread.start()
         try:
             running = self._run(self._context.__aenter__())
@@ -104,7 +102,7 @@ class BackgroundGateway:
         finally:
             self._stop()
 
-    def publish(self, weights: Mapping[str, Tensor], *, version: int) -> None:
+    def publish(self, weights: "Mapping[str, Tensor]", *, version: int) -> None:
         """Returns when every later token is sampled from these weights."""
         self._run(self._provider.publish(list(weights.items()), version=version))
 

@@ -1,7 +1,5 @@
 """A training run from its configuration: trainer, store, source of batches."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import field, fields, replace
@@ -101,7 +99,7 @@ def check_run(checks: Checks, settings: TrainRun) -> None:
     checks.require(not needs_peft, "train.lora_rank: needs peft: pip install 'tokentrue[lora]'")
 
 
-def loss_for(spec: LossSpec) -> LossConfig:
+def loss_for(spec: LossSpec) -> "LossConfig":
     from tokentrue.mismatch import LOSSES, PRESETS, loss_named
 
     if spec.name not in LOSSES:
@@ -121,7 +119,7 @@ def loss_for(spec: LossSpec) -> LossConfig:
     return build(type(base), {**spec.options, "correction": correction}, path="loss.options", base=base)
 
 
-def trainer_for(settings: TrainRun, ranks: Ranks) -> tuple[Trainer, JsonMapping]:
+def trainer_for(settings: TrainRun, ranks: "Ranks") -> "tuple[Trainer, JsonMapping]":
     from tokentrue.numerics.leaves import leaves_for
     from tokentrue.train import ExactScorer, Trainer, shard
 
@@ -182,7 +180,7 @@ def identity(config: TrainConfig, optim: OptimConfig) -> TrainConfig:
     return replace(config, steps=steps, **alike)
 
 
-def store_for(settings: TrainRun, made_from: JsonMapping) -> tuple[Store, int]:
+def store_for(settings: TrainRun, made_from: JsonMapping) -> "tuple[Store, int]":
     """The checkpoint store, and the step to resume at."""
     from tokentrue.train.checkpoint import Store, file_digest, latest, read_state
 
@@ -227,8 +225,8 @@ class SampleFile:
 
 @asynccontextmanager
 async def source_for(
-    settings: TrainRun, ranks: Ranks, file: SampleFile | None
-) -> AsyncGenerator[tuple[Rounds, Publisher, Evaluator]]:
+    settings: TrainRun, ranks: "Ranks", file: SampleFile | None
+) -> "AsyncGenerator[tuple[Rounds, Publisher, Evaluator]]":
     """With embedded engines every rank has a gateway and an engine; otherwise rank 0 alone reads the file or calls
     servers."""
     from tokentrue.train import Publisher, SourceRounds
@@ -263,7 +261,7 @@ def engine_for(settings: TrainRun) -> EngineConfig:
     return replace(settings.engine, options=options)
 
 
-def publisher_for(settings: TrainRun, pool: Pool | None) -> Publisher:
+def publisher_for(settings: TrainRun, pool: "Pool | None") -> "Publisher":
     """Remote engines are probed after every publication; the exact engine is compared at every token of every step."""
     from tokentrue.train import Publisher
     from tokentrue.train.publishing import Probe
@@ -274,7 +272,7 @@ def publisher_for(settings: TrainRun, pool: Pool | None) -> Publisher:
     return Publisher(*([] if pool is None else [pool]), probe=probe)
 
 
-def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: Ranks, share: Share) -> Evaluator:
+def evaluator_for(settings: TrainRun, here: Embedded | None, ranks: "Ranks", share: Share) -> "Evaluator":
     from tokentrue.train.loop import Evaluator
 
     wanted = settings.evaluation

@@ -1,7 +1,5 @@
 """Options, how their values resolve to a model, a journal or a gateway, and output."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -90,7 +88,7 @@ def check_model_of(option: str, model: str | None, check: Callable[[str], object
             check(model)
 
 
-def renderer_from(option: str, model: str | None) -> Renderer | None:
+def renderer_from(option: str, model: str | None) -> "Renderer | None":
     if model is None:
         return None
     from tokentrue.renderers import load_renderer
@@ -103,13 +101,13 @@ def is_url(source: str) -> bool:
     return source.startswith(("http://", "https://"))
 
 
-def connect(url: str) -> Client:
+def connect(url: str) -> "Client":
     from tokentrue.client import Client
 
     return Client(url.rstrip("/").removesuffix("/v1"))
 
 
-def open_recorded(source: str) -> Journal:
+def open_recorded(source: str) -> "Journal":
     from tokentrue.sessions.journal import open_journal
 
     return open_journal(require_store(source), read_only=True)
@@ -148,7 +146,7 @@ def show_coverage(share: float, sampled: int) -> str:
     return f"coverage {show_share(share)} of {pluralise(sampled, 'sampled token')}" if sampled else "no sampled tokens"
 
 
-def console(*, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False) -> "Console":
     """Without escapes under NO_COLOR; wide enough for whole tables where the output is no terminal."""
     from rich.console import Console
 
@@ -183,7 +181,7 @@ def print_verdict(text: str, *, ok: bool) -> None:
     console().print(text, style="green" if ok else "red", markup=False, highlight=False)
 
 
-def output_report(report: Report, out: Path | None, answer: JsonValue, *, as_json: bool, tables: int) -> None:
+def output_report(report: "Report", out: Path | None, answer: JsonValue, *, as_json: bool, tables: int) -> None:
     if out is not None:
         from tokentrue.viewer import write_report
 
@@ -194,7 +192,7 @@ def output_report(report: Report, out: Path | None, answer: JsonValue, *, as_jso
         print_report(report, out, tables=tables)
 
 
-def print_report(report: Report, out: Path | None, *, tables: int) -> None:
+def print_report(report: "Report", out: Path | None, *, tables: int) -> None:
     for table in report.tables[:tables]:
         print_table(table.title, table.columns, table.rows)
     print_verdict(report.verdict, ok=report.ok)

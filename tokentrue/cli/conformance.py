@@ -1,7 +1,5 @@
 """tokentrue conformance: the levels of the specification against a gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from dataclasses import replace
@@ -64,7 +62,7 @@ def command(
     return found.exit_code
 
 
-def report_from(found: ConformanceReport, target: str) -> Report:
+def report_from(found: "ConformanceReport", target: str) -> "Report":
     from tokentrue.viewer import Report, ReportTable
 
     shown, again = found.to_json(), f"tokentrue conformance {target}"

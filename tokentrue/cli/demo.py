@@ -1,7 +1,5 @@
 """tokentrue demo: gateway → agent over HTTP → samples → GRPO steps → report, on one machine."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time
@@ -108,7 +106,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
     costs: list[Mapping[str, float]] = []
     counted: Counter[str] = Counter(rollouts=0, failed=0, sampled=0, trained=0)
 
-    def record(groups: Sequence[Sequence[Rollout]]) -> None:
+    def record(groups: "Sequence[Sequence[Rollout]]") -> None:
         with (out / "samples.jsonl").open("ab") as file:
             for ended in (ended for group in groups for ended in group):
                 file.writelines(dumps(sample) + b"\n" for sample in ended.samples)
@@ -117,7 +115,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
 
     async with embedded_gateway(settings) as here:
 
-        def open_sessions(temperature: float) -> GatewaySessions:
+        def open_sessions(temperature: float) -> "GatewaySessions":
             return sessions_on(here.base_url, replace(rollout, temperature=temperature), here.admin_key)
 
         async def measure_reward(when: str) -> float:
@@ -136,7 +134,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
         writer = MetricsWriter(out, provenance=provenance)
         with progress_bar("training", steps, quiet=quiet) as advance:
 
-            def on_step(report: StepReport, seconds: Mapping[str, float]) -> None:
+            def on_step(report: "StepReport", seconds: Mapping[str, float]) -> None:
                 writer.write(report.step, report.version, report.metrics, seconds)
                 costs.append(seconds)
                 found = report.agreement
@@ -165,7 +163,7 @@ async def run(*, seed: int, steps: int, tasks: int, heldout: int, out: Path, qui
     return result
 
 
-def write_demo_report(result: DemoResult, settings: TrainRun) -> None:
+def write_demo_report(result: DemoResult, settings: "TrainRun") -> None:
     from tokentrue.cli.reports import write_training_report
 
     verdict = "The reward rose, every sampled token was trained, and no log-probability differs in any bit between "

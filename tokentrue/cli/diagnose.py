@@ -28,6 +28,7 @@ from tokentrue.cli.common import (
     show_status,
 )
 from tokentrue.errors import AuditError, InputError, TokenContractError, did_you_mean
+from tokentrue.json_types import read_table
 from tokentrue.records import record
 
 if TYPE_CHECKING:
@@ -44,30 +45,8 @@ PAGE_TOKENS = 200_000
 ALARM_K3 = 0.015
 ORDINARY = "K3 of ordinary engines"
 YARDSTICKS = "1e-5 to 1e-3 for dense models, 1e-3 to 1e-1 for mixtures"
-NUMBERS = {
-    "tokens": "tokens", "rows": "sequences", "delta/mean": "mean δ", "delta/abs_mean": "mean |δ|",
-    "delta/min": "smallest δ", "delta/max": "largest δ", "delta/quantile/abs_p50": "median |δ|",
-    "delta/quantile/abs_p99": "99% of |δ| below", "delta/quantile/abs_p99.9": "99.9% of |δ| below",
-    "corr/k1": "K1", "corr/k2": "K2", "corr/k3": "K3", "ppl/trainer": "perplexity, trainer",
-    "ppl/rollout": "perplexity, rollout", "ppl/ratio": "their ratio", "chi2/token": "χ² per token",
-    "chi2/sequence": "χ² per sequence", "ratio/raw/ess": "effective sample share, tokens",
-    "ratio/sequence/ess": "effective sample share, sequences", "ratio/applied/ess": "the same as corrected, tokens",
-    "tail/raw/above_1.1": "tokens with r > 1.1", "tail/raw/above_2": "tokens with r > 2",
-    "tail/raw/above_10": "tokens with r > 10", "tail/raw/below_1/2": "tokens with r < 1/2",
-    "tail/applied/above_2": "tokens with r > 2 as corrected", "flips": "argmax flips",
-    "fraction/rejected": "tokens rejected by the correction",
-    "contribution/rollout/positive/skew": "skew of contributions, positive advantages",
-    "contribution/rollout/negative/skew": "skew of contributions, negative advantages",
-}  # fmt: skip
-WORST = {
-    "row": "sequence", "tokens": "tokens", "score": "mean K3", "sum_k3": "ΣK3", "mean_delta": "mean δ",
-    "max_abs_delta": "max |δ|", "position": "at token", "log_product": "log of the ratios' product",
-}  # fmt: skip
-PLACES = {
-    "by_probability": "probability of the token under the rollout",
-    "by_position": "sampled tokens before it",
-    "by_kind": "turn",
-}
+LABELS: Mapping[str, Mapping[str, str]] = read_table(__file__, "diagnose.toml")
+NUMBERS, WORST, PLACES = LABELS["numbers"], LABELS["worst"], LABELS["places"]
 Scored: TypeAlias = "tuple[TrainerLogprobs, list[int] | None]"
 """The trainer's log-probabilities, and its most likely tokens if known."""
 

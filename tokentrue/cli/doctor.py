@@ -1,7 +1,5 @@
 """tokentrue doctor: compares an engine with the trainer's model and names faults."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -85,7 +83,7 @@ def command(
     from tokentrue.doctor import EngineRoutes, Reference, examine
     from tokentrue.renderers import load_renderer
 
-    async def probe() -> DoctorReport:
+    async def probe() -> "DoctorReport":
         with name_option("--model"):
             reference = Reference.load(model, adapter=Path(directory) if directory else None)
             renderer = load_renderer(model)
@@ -127,7 +125,7 @@ def load_engine(engine: str, url: str | None, served: str, dtype: str, adapter: 
     return load(engine, model=module), module
 
 
-def report_from(found: DoctorReport) -> Report:
+def report_from(found: "DoctorReport") -> "Report":
     from tokentrue.viewer import Report, ReportTable
 
     rows = [

@@ -1,7 +1,5 @@
 """tokentrue rollout: an environment's tasks through a gateway, in groups, scored, written as samples; resumable."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time
@@ -101,7 +99,7 @@ def reach_gateway(url: str) -> None:
         client.sessions(limit=1)
 
 
-def play_all(settings: RolloutRun, plans: list[Plan], left: list[Plan], *, ray: str | None, quiet: bool) -> None:
+def play_all(settings: "RolloutRun", plans: "list[Plan]", left: "list[Plan]", *, ray: str | None, quiet: bool) -> None:
     from tokentrue.app.rollouts import Recorder
 
     rewards: list[float] = []
@@ -112,7 +110,7 @@ def play_all(settings: RolloutRun, plans: list[Plan], left: list[Plan], *, ray: 
         progress_bar("rollouts", len(left), quiet=quiet or not left, every_s=10.0) as advance,
     ):
 
-        def on_rollout(rollout: Rollout) -> None:
+        def on_rollout(rollout: "Rollout") -> None:
             nonlocal failed, sampled
             recorder(rollout)
             failed += rollout.error is not None
@@ -130,7 +128,9 @@ def play_all(settings: RolloutRun, plans: list[Plan], left: list[Plan], *, ray: 
             asyncio.run(play(settings, left, on_rollout, quiet=quiet))
 
 
-async def play(settings: RolloutRun, plans: list[Plan], on_rollout: Callable[[Rollout], None], *, quiet: bool) -> None:
+async def play(
+    settings: "RolloutRun", plans: "list[Plan]", on_rollout: "Callable[[Rollout], None]", *, quiet: bool
+) -> None:
     from tokentrue.app.rollouts import open_sessions
     from tokentrue.environments import load_environment, player_in, run_plans
 
@@ -145,7 +145,7 @@ async def play(settings: RolloutRun, plans: list[Plan], on_rollout: Callable[[Ro
             on_rollout(rollout)
 
 
-def print_summary(out: Path, plans: list[Plan], log: Path, *, as_json: bool) -> int:
+def print_summary(out: Path, plans: "list[Plan]", log: Path, *, as_json: bool) -> int:
     from tokentrue.app.rollouts import read_whole_lines
 
     rows = read_whole_lines(out / "rollouts.jsonl")

@@ -1,7 +1,5 @@
 """tokentrue samples STORE_OR_URL -o OUT: exports training samples."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -60,7 +58,7 @@ def command(
     counts: Counter[str] = Counter(sessions=0, sampled=0, trained=0)
     reasons: Counter[str] = Counter()
 
-    def collect(opened: Client | JournalSource) -> Iterator[Sample]:
+    def collect(opened: "Client | JournalSource") -> "Iterator[Sample]":
         folder = ImageFolder(out)
         for name in session or session_ids(opened, group):
             try:

@@ -1,7 +1,5 @@
 """tokentrue serve: the gateway, until a signal ends it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile
@@ -103,7 +101,7 @@ def command(
     return serve(settings, admin_key, is_new_key=given_key is None)
 
 
-def serve(settings: ServeConfig, admin_key: str, *, is_new_key: bool) -> int:
+def serve(settings: "ServeConfig", admin_key: str, *, is_new_key: bool) -> int:
     from tokentrue.app.libraries import without_torch
     from tokentrue.app.wiring import gateway_for
     from tokentrue.gateway.serving.forwarding import Peers
@@ -156,7 +154,7 @@ def serve(settings: ServeConfig, admin_key: str, *, is_new_key: bool) -> int:
                 lock.release()
 
 
-def greet(settings: ServeConfig, base: str, new_key: str | None) -> None:
+def greet(settings: "ServeConfig", base: str, new_key: str | None) -> None:
     """`new_key`, an admin key created by this start, is shown only here."""
     from tokentrue.sessions.journal.database import describe_store
 

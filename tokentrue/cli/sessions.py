@@ -1,7 +1,5 @@
 """tokentrue sessions STORE_OR_URL [list | show ID | delete ID]: the sessions of a journal or of a running gateway."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -76,7 +74,7 @@ def command(
     return 0
 
 
-def show_session(opened: Client | JournalSource, name: str) -> JsonObject:
+def show_session(opened: "Client | JournalSource", name: str) -> JsonObject:
     try:
         return opened.session_state(name)
     except SessionNotFound as error:
@@ -89,7 +87,7 @@ def show_session(opened: Client | JournalSource, name: str) -> JsonObject:
         raise SessionNotFound(f"{error}: {len(found)} begin with it: {listed}") from error
 
 
-def session_ids(opened: Client | JournalSource, group: str | None = None) -> Iterator[str]:
+def session_ids(opened: "Client | JournalSource", group: str | None = None) -> Iterator[str]:
     if isinstance(opened, JournalSource):
         yield from opened.session_ids(group)
         return
@@ -124,7 +122,7 @@ class JournalSource:
     def session_image(self, session_id: str, sha256: str) -> bytes:
         return self._journal.read_image(session_id, sha256)[0]
 
-    def assemble(self, session_id: str, **options: Any) -> Assembly:
+    def assemble(self, session_id: str, **options: Any) -> "Assembly":
         from tokentrue.samples import assemble
         from tokentrue.sessions.journal.journal import load_tree
 
@@ -136,7 +134,7 @@ class JournalSource:
 
         return describe_session(*self._load(session_id))
 
-    def _load(self, session_id: str) -> tuple[SessionRecord, Tree, JsonObject]:
+    def _load(self, session_id: str) -> "tuple[SessionRecord, Tree, JsonObject]":
         from tokentrue.samples import coverage_of, coverage_to_json
         from tokentrue.sessions.journal.journal import load_tree
 
@@ -151,7 +149,7 @@ class JournalSource:
             asyncio.run(journal.delete(session_id))
 
 
-def summarise_remote(client: Client, listed: JsonObject) -> Iterator[JsonObject]:
+def summarise_remote(client: "Client", listed: JsonObject) -> Iterator[JsonObject]:
     with suppress(SessionNotFound):
         state = client.session_state(listed["session_id"])
         yield {**state, "turns": len(state["nodes"])}

@@ -1,8 +1,6 @@
 """tokentrue train: the reference trainer, live or from a file of samples. In one process, or under `torchrun
 --nproc-per-node=N -m tokentrue train`: every rank runs a gateway, an engine and its part of the rollouts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -91,7 +89,7 @@ def command(
     return 0
 
 
-async def run(settings: TrainRun, ranks: Ranks, file: SampleFile | None, *, as_json: bool) -> None:
+async def run(settings: "TrainRun", ranks: "Ranks", file: "SampleFile | None", *, as_json: bool) -> None:
     from tokentrue.app.configuration import as_mapping
     from tokentrue.app.training import source_for, store_for, trainer_for
     from tokentrue.cli.reports import write_training_report
@@ -128,7 +126,7 @@ async def run(settings: TrainRun, ranks: Ranks, file: SampleFile | None, *, as_j
         left = max(0, trainer.config.steps - first)
         advance = stack.enter_context(progress_bar("training", left, quiet=quiet))
 
-        def on_step(report: StepReport, seconds: Mapping[str, float]) -> None:
+        def on_step(report: "StepReport", seconds: Mapping[str, float]) -> None:
             costs.append(seconds)
             shown = report.metrics
             if writer is not None:
@@ -152,7 +150,7 @@ async def run(settings: TrainRun, ranks: Ranks, file: SampleFile | None, *, as_j
             print(f"  report: {page}")
 
 
-def print_summary(settings: TrainRun, reports: Sequence[StepReport], cost_line: str, *, done: int) -> None:
+def print_summary(settings: "TrainRun", reports: "Sequence[StepReport]", cost_line: str, *, done: int) -> None:
     if done < settings.train.steps:
         waited = pluralise(settings.evaluation.patience, "evaluation")
         print(f"  ended after {pluralise(done, 'step')}: {waited} without gain (evaluation.patience)")

@@ -1,7 +1,5 @@
 """tokentrue verify MODEL: proves or refutes, in token ids, that a model's chat template can be extended."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -70,7 +68,7 @@ def read_template(path: Path) -> str:
         raise ConfigError(f"--template: {path} is not text: {error}") from error
 
 
-def print_proof(found: Verification) -> None:
+def print_proof(found: "Verification") -> None:
     columns = ("role appended", "result", "between stop and content", "rewrites history", "not proven")
     roles = [
         (

@@ -1,7 +1,5 @@
 """tokentrue view: the viewer in a browser, over a gateway, a store or a samples file; or as one file."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,7 +56,7 @@ def command(
     return 0
 
 
-def open_source(source: str) -> RecordSource:
+def open_source(source: str) -> "RecordSource":
     from tokentrue.sessions.journal import is_postgres
     from tokentrue.viewer import FileSource, StoreSource
 
@@ -68,7 +66,7 @@ def open_source(source: str) -> RecordSource:
     return FileSource(source)
 
 
-def serve(data: ViewerData | GatewayData, name: str, port: int) -> None:
+def serve(data: "ViewerData | GatewayData", name: str, port: int) -> None:
     import secrets
     import socket
 

@@ -1,7 +1,5 @@
 """The cases of each level of the specification (docs/specification.md)."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -33,7 +31,7 @@ def habit(
     change: Callable[[Play, list[Message], int], Awaitable[list[Message]]] | None = None,
     how: Callable[[int], Mapping[str, Any]] = lambda number: {},
     **judge: bool,
-) -> Case:
+) -> "Case":
     """A tool loop: before each turn, `change` makes the conversation that is sent; `how` says how it is asked."""
 
     async def run(play: Play) -> None:
@@ -46,7 +44,7 @@ def habit(
     return run
 
 
-def lossy(**how: Any) -> Case:
+def lossy(**how: Any) -> "Case":
     return habit(how=lambda number: how)
 
 
@@ -352,7 +350,7 @@ def tamper(text: str, row: Row, column: str) -> str:
 
 
 # 9: images.
-def show(*pictures: tuple[int, ...], at: int = 0, then: Callable[[bytes], bytes] | None = None) -> Case:
+def show(*pictures: tuple[int, ...], at: int = 0, then: Callable[[bytes], bytes] | None = None) -> "Case":
     """Pictures of these sizes in the user's message, or in the result of the call before turn `at`; from the middle on
     the harness sends what `then` makes of each."""
 

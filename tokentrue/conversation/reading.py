@@ -1,8 +1,6 @@
 """A request's messages, parsed once. An agent sends its whole conversation with every turn: leading messages with the
 same bytes (`sources`) as a cached conversation are shared."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from hashlib import sha256
@@ -121,7 +119,7 @@ class Conversation(Sequence[Message]):
 
     def append(
         self, facts: Sequence[ConversationMessage], *, sources: Sequence[Raw] = (), ends: Sequence[int | None] = ()
-    ) -> Conversation:
+    ) -> "Conversation":
         keys, references, calls = list(self.keys), list(self.references), dict(self.calls)
         key = keys[-1] if keys else START_KEY
         for index, read in enumerate(facts, len(keys)):
@@ -142,7 +140,7 @@ class Conversation(Sequence[Message]):
             messages_size=self.messages_size + added,
         )
 
-    def replace_first(self, length: int, messages: Messages) -> Conversation:
+    def replace_first(self, length: int, messages: Messages) -> "Conversation":
         first = [ConversationMessage(message, f"messages[{index}]") for index, message in enumerate(messages)]
         if [read.digest for read in first] == [read.digest for read in self.facts[:length]]:
             return self
@@ -156,7 +154,7 @@ class Conversation(Sequence[Message]):
             shared -= 1
         return shared
 
-    def cut(self, num_sources: int) -> Conversation:
+    def cut(self, num_sources: int) -> "Conversation":
         if num_sources == len(self.sources):
             return self
         depth = (self.ends[num_sources - 1] or 0) if num_sources else 0

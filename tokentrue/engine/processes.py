@@ -7,8 +7,6 @@ the pipe from the driver, as calls of the process's methods, in order. If a proc
 ends the others.
 """
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import os
@@ -270,7 +268,7 @@ class Processes:
             self._end()
 
 
-def start_stage(kind: type[Stage], spec: StageSpec) -> StageProcess:
+def start_stage(kind: "type[Stage]", spec: StageSpec) -> StageProcess:
     """A clean process: no threads, locks or CUDA state of this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -283,7 +281,7 @@ def start_stage(kind: type[Stage], spec: StageSpec) -> StageProcess:
 
 
 # ---- in a process
-def run_stage(kind: type[Stage], spec: StageSpec, pipe: Connection) -> None:
+def run_stage(kind: "type[Stage]", spec: StageSpec, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles it
     try:
         kind(spec, pipe).serve()

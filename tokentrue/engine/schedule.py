@@ -5,8 +5,6 @@ its tokens kept and recomputed later) only to make room for an earlier one. A re
 computed by another one waits a step or two and then shares it.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import itertools
@@ -73,7 +71,7 @@ class Request(msgspec.Struct, kw_only=True, eq=False):
     seed: int
     stop_ids: frozenset[int]
     max_tokens: int
-    listener: Callable[[Request], None] | None = None  # called in the engine's thread for new tokens, and at the end
+    listener: "Callable[[Request], None] | None" = None  # called in the engine's thread for new tokens, and at the end
     adapter: str | None = None
     images: RequestImages | None = None
     prefix: bytes = b""  # seed of its cache block names, different for different weights
@@ -316,7 +314,7 @@ class Work:
 
 
 def cut_steps(
-    scheduler: Scheduler,
+    scheduler: "Scheduler",
     ids: Sequence[int],
     pieces: Sequence[int],
     adapter: str | None = None,

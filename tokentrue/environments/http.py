@@ -2,8 +2,6 @@
 this rollout sent that body before: a retry, or a rollout that restarts in its session, gets the recorded answers and
 adds nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -81,12 +79,12 @@ class GatewaySessions:
             base_url=self.base_url, api_key="unset", http_client=http, max_retries=RETRIES
         )
 
-    def saving(self, images: ImageFolder) -> GatewaySessions:
+    def saving(self, images: ImageFolder) -> "GatewaySessions":
         made = copy.copy(self)
         made._images = images
         return made
 
-    async def __aenter__(self) -> GatewaySessions:
+    async def __aenter__(self) -> "GatewaySessions":
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -26,7 +26,7 @@ from tokentrue.gateway.model_routes import OPERATIONS, SESSION_ROOT, Body
 from tokentrue.gateway.services import Services
 from tokentrue.gateway.serving.forwarding import count_forwards
 from tokentrue.gateway.sessions import SessionHandle
-from tokentrue.json_types import JsonObject
+from tokentrue.json_types import JsonObject, read_table
 from tokentrue.plain_json import convert
 from tokentrue.records import record
 from tokentrue.samples import Assembly, coverage_to_json, export_bytes, sample_to_json
@@ -350,25 +350,16 @@ ERRORS = ("400", "401", "403", "404", "405", "409", "413", "422", "429", "502", 
 ERROR: JsonObject = {"description": "refused", "content": {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}}
 EVENTS: JsonObject = {"name": "alt", "in": "query", "required": True, "schema": {"enum": ["sse"]}}
 PATTERNS = {"session_id": f"^{SESSION_ID.pattern}$", "model": "^[A-Za-z0-9._-]+$", "sha256": "^[0-9a-f]{64}$"}
-PAGE: JsonObject = {
-    "summary": "The viewer, a web page; takes the admin key as the password of HTTP Basic, too",
-    "responses": {
-        "200": {"description": "the page", "content": {"text/html": {"schema": {}}}},
-        "307": {"description": "the page is at /view/"},
-        "401": {"description": "send the admin key", "content": {"text/plain": {"schema": {}}}},
-        "403": {"description": "this needs the admin key", "content": {"text/plain": {"schema": {}}}},
-        "405": {"description": "use GET"},
-    },
-}
 
 
 def openapi_document() -> JsonObject:
     from tokentrue import __version__
 
+    document = read_table(__file__, "openapi.json")
+    document["info"]["version"] = __version__
     bodies = dict.fromkeys(each.body for each in (*OPERATIONS, *ADMIN) if each.body is not None)
-    _, schemas = msgspec.json.schema_components(bodies, ref_template=SCHEMAS + "{name}")
-    schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
-    paths: dict[str, JsonObject] = {"/view": {"get": PAGE}}
+    document["components"]["schemas"] |= msgspec.json.schema_components(bodies, ref_template=SCHEMAS + "{name}")[1]
+    paths: dict[str, JsonObject] = document["paths"]
     for operation in OPERATIONS:
         streams = operation.does == "generate" and operation.streams is not False
         kinds = ["application/json", *(["text/event-stream"] if streams else [])]
@@ -384,14 +375,7 @@ def openapi_document() -> JsonObject:
         query = [{"name": name, "in": "query", "schema": schema} for name, schema in fields.items()]
         shown = describe_operation(each.path, each.summary, each.body, [each.media_type], query, status=each.status)
         paths.setdefault(each.path, {})[each.method.lower()] = shown
-    described = "Token-in, token-out model calls for agents."
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "tokentrue gateway", "version": __version__, "description": described},
-        "paths": paths,
-        "components": {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}, "schemas": schemas},
-        "security": [{"bearer": []}],
-    }
+    return document
 
 
 def describe_operation(

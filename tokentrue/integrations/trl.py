@@ -5,8 +5,6 @@
 policy version of its trained tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import queue
@@ -136,7 +134,7 @@ def rollout_worker(
     sampling: JsonMapping | None = None,
     announce_versions: bool = False,
     **settings: Any,
-) -> RolloutWorker:
+) -> "RolloutWorker":
     """`rollout_worker=` of `AsyncGRPOTrainer`: groups of `args.num_generations` rollouts of each task, over and over.
 
     `args`: the trainer's `AsyncGRPOConfig`; its temperature is pinned, because TRL scores with it. `settings`: of

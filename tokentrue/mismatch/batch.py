@@ -6,8 +6,6 @@ r is always trainer ÷ rollout probability: `corr` is e^(old - rollout), the mis
 old) and `ppo_rollout` e^(current - rollout), which contain the policy's drift.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -58,7 +56,7 @@ class Rows:
     row: Tensor  # the row of each token
 
     @staticmethod
-    def of(like: Values, mask: Values | None, cu_seqlens: Bounds = None) -> Rows:
+    def of(like: Values, mask: Values | None, cu_seqlens: Bounds = None) -> "Rows":
         offsets, shape = _offsets(like, cu_seqlens), shape_of(like)
         device = like.device if isinstance(like, Tensor) else like[0].device if len(like) else torch.device("cpu")
         if mask is None:

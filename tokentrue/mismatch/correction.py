@@ -1,17 +1,16 @@
 """`Correction`, a denominator, weights and rejection rules, and `correct`, which applies it to a batch."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Annotated, Literal, Unpack
 
+import msgspec
 import torch
-from msgspec import Meta
 
 from tokentrue.errors import ConfigError, InputError
-from tokentrue.json_types import JsonMapping
+from tokentrue.json_types import JsonMapping, read_table
 from tokentrue.mismatch import importers
 from tokentrue.mismatch.batch import (
     Batch,
@@ -68,7 +67,7 @@ class Correction:
     surrogate: Surrogate = "ppo"  # the objective that `policy_loss` uses when it is given no other
     staged: bool = False  # each rule sees only what earlier ones kept: outlier, token rules, weights, row rules (SkyRL)
     non_finite: NonFinite = "raise"
-    log_clamp: Annotated[float, Meta(gt=0, le=80)] = LOG_CLAMP
+    log_clamp: Annotated[float, msgspec.Meta(gt=0, le=80)] = LOG_CLAMP
     clamp_tokens: bool = False  # clamps each log-ratio before it is summed, as verl does, instead of the sum
     notes: tuple[str, ...] = ()  # what an importer wants the user to know
 
@@ -135,16 +134,21 @@ class Correction:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     @classmethod
-    def from_verl(cls, config: JsonMapping, *, faithful: bool = False) -> Correction:
+    def from_verl(cls, config: JsonMapping, *, faithful: bool = False) -> "Correction":
         return cls(**importers.from_verl(config, faithful=faithful))
 
     @classmethod
-    def from_miles(cls, config: JsonMapping, *, faithful: bool = False) -> Correction:
+    def from_miles(cls, config: JsonMapping, *, faithful: bool = False) -> "Correction":
         return cls(**importers.from_miles(config, faithful=faithful))
 
     @classmethod
-    def from_trl(cls, config: JsonMapping) -> Correction:
+    def from_trl(cls, config: JsonMapping) -> "Correction":
         return cls(**importers.from_trl(config))
+
+
+_PRESETS = msgspec.convert(read_table(__file__, "presets.toml"), dict[str, Correction])
+PRESETS: Mapping[str, Correction] = MappingProxyType(_PRESETS)
+"""Published corrections by name."""
 
 
 @record(eq=False)

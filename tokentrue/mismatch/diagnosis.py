@@ -2,8 +2,6 @@
 whether to keep an update. The metrics' names: docs/mismatch.md.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -57,7 +55,7 @@ class Diagnosis:
     def __getitem__(self, key: str) -> float:
         return self.metrics[key]
 
-    def merge(self, *others: Diagnosis) -> Diagnosis:
+    def merge(self, *others: "Diagnosis") -> "Diagnosis":
         rows = [row for part in (self, *others) for row in part.worst]
         metrics = self.metrics.merge(*(other.metrics for other in others))
         return Diagnosis(metrics=metrics, worst=_worst(rows, self.keep_worst), keep_worst=self.keep_worst)

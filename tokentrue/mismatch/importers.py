@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from tokentrue.errors import ConfigError
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, read_table
 from tokentrue.mismatch.batch import Signal
 from tokentrue.mismatch.rules import (
     Aggregate,
@@ -23,27 +23,15 @@ from tokentrue.mismatch.rules import (
     Weights,
 )
 
-VERL_KEYS: JsonMapping = {
-    "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
-    "rollout_rs_threshold": None, "bypass_mode": False, "loss_type": "ppo_clip",
-}  # fmt: skip
-MILES_KEYS: JsonMapping = {
-    "use_tis": True, "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate",
-    "tis_lower_bound": 0.5, "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None,
-    "rs_veto_threshold": 1e-4, "tis_batch_normalize": True, "use_rollout_logprobs": False, "use_opsm": False,
-    "opsm_delta": 1e-4, "tis_clip": None, "tis_clip_low": None, "custom_tis_function_path": None,
-}  # fmt: skip
+DEFAULTS: Mapping[str, JsonMapping] = read_table(__file__, "importers.json")
+"""The keys of each framework that are understood, and what it takes where one is missing."""
 TRL = "vllm_importance_sampling"
-TRL_KEYS: JsonMapping = {
-    f"{TRL}_correction": True, f"{TRL}_mode": "sequence_mask", f"{TRL}_clip_max": 3.0, f"{TRL}_clip_min": None,
-    "off_policy_mask_threshold": None,
-}  # fmt: skip
 ROW_RATIO: Mapping[Level, Aggregate] = {"token": "token", "sequence": "seq_sum", "geometric": "geometric"}
 VERL_RATIO: Mapping[str, Aggregate] = {"token": "token", "seq_sum": "seq_sum", "seq_mean": "geometric"}
 
 
 def from_verl(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
-    given = check_keys("verl", config, VERL_KEYS)
+    given = check_keys("verl", config, DEFAULTS["verl"])
     require_one_of("verl.loss_type", given["loss_type"], ("ppo_clip", "reinforce"))
     bypass = bool(given["bypass_mode"])
     reinforce = bypass and given["loss_type"] == "reinforce"  # verl reads loss_type in bypass mode only
@@ -105,7 +93,7 @@ def _verl_rules(given: JsonMapping, signal: Signal, faithful: bool, notes: list[
 def from_miles(config: JsonMapping, *, faithful: bool = False) -> JsonObject:
     """Miles' and slime's arguments. `custom_tis_function_path` names what corrects: the mismatch helper (the default
     without `tis_clip`), `icepop_function`, or the built-in truncation to `tis_clip`."""
-    given = check_keys("miles", config, MILES_KEYS)
+    given = check_keys("miles", config, DEFAULTS["miles"])
     bypass, use_tis, use_rs = given["use_rollout_logprobs"], given["use_tis"], given["use_rs"]
     if bypass and use_tis and "use_tis" in config:
         raise ConfigError("miles: use_rollout_logprobs and use_tis exclude each other")
@@ -168,8 +156,8 @@ def _miles_helper(given: JsonMapping, faithful: bool) -> JsonObject:
 
 def from_trl(config: JsonMapping) -> JsonObject:
     """The `vllm_importance_sampling_*` keys and `off_policy_mask_threshold` of a GRPOConfig, which may hold others."""
-    mine = {key: value for key, value in config.items() if key in TRL_KEYS or key.startswith(TRL)}
-    given = check_keys("trl", mine, TRL_KEYS)
+    mine = {key: value for key, value in config.items() if key in DEFAULTS["trl"] or key.startswith(TRL)}
+    given = check_keys("trl", mine, DEFAULTS["trl"])
     threshold = given["off_policy_mask_threshold"]
     opsm = None if threshold is None else OffPolicyMask(threshold=threshold, signal="ppo_rollout")
     if not given[f"{TRL}_correction"]:

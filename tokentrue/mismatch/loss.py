@@ -18,9 +18,8 @@ from torch import Tensor
 from tokentrue.errors import ConfigError, InputError
 from tokentrue.json_types import JsonMapping
 from tokentrue.mismatch.batch import Bounds, Rows, Values, detach, dtype_of, interpolate_policy
-from tokentrue.mismatch.correction import MISSING, Corrected, Correction, correct
+from tokentrue.mismatch.correction import MISSING, PRESETS, Corrected, Correction, correct
 from tokentrue.mismatch.metrics import ESTIMATORS, LOG_CLAMP, Extremes, Mean, Metrics, Statistic, k1, k3
-from tokentrue.mismatch.presets import PRESETS
 from tokentrue.mismatch.rules import Surrogate, refuse
 from tokentrue.records import record
 from tokentrue.types import AtLeastOne, Checked, Finite, NotNegative, Positive, check_fields

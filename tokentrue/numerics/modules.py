@@ -23,37 +23,15 @@ from torch.overrides import (
 from transformers.activations import ACT2CLS, ACT2FN
 
 from tokentrue.errors import ExactnessError
+from tokentrue.json_types import read_table
 from tokentrue.numerics.cpu.arithmetic import ACTIVATIONS
 from tokentrue.numerics.delta import delta_forward, is_gated_delta
 from tokentrue.numerics.leaves import is_row_parallel, row_linear, run_experts
 from tokentrue.numerics.ops import ClampedSwiglu, ExpertWeights, LowRank, NormForm, Ops
 from tokentrue.numerics.vision import tower_form, tower_forward, tower_name
 
-MOVES = frozenset({
-    "__and__", "__bool__", "__contains__", "__eq__", "__float__", "__format__", "__ge__", "__get__", "__getitem__",
-    "__gt__", "__hash__", "__index__", "__int__", "__invert__", "__iter__", "__le__", "__len__", "__lt__", "__ne__",
-    "__or__", "__rand__", "__repr__", "__ror__", "__set__", "__setitem__", "_", "all", "any", "arange", "argsort",
-    "as_tensor", "bfloat16", "bincount", "bitwise_and", "bitwise_not", "bitwise_or", "bool", "broadcast_to", "cat",
-    "chunk", "clamp", "clamp_", "clone", "concat", "contiguous", "copy_", "cpu", "data_ptr", "dense_dim", "detach",
-    "dim", "double", "dropout", "element_size", "embedding", "empty", "empty_like", "eq", "expand", "expand_as",
-    "flatten", "flip", "float", "full", "full_like", "gather", "ge", "get_device", "greater", "gt", "half",
-    "index_copy", "index_select", "int", "is_complex", "is_contiguous", "is_cuda", "is_floating_point",
-    "is_grad_enabled", "is_sparse", "is_tensor", "isfinite", "isinf", "isnan", "item", "le", "less", "logical_and",
-    "logical_not", "logical_or", "long", "lt", "masked_fill", "masked_fill_", "max", "maximum", "min", "minimum",
-    "movedim", "narrow", "ndimension", "ne", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "nonzero",
-    "numel", "one_hot", "ones", "ones_like", "pad", "permute", "register_hook", "relu", "repeat", "repeat_interleave",
-    "requires_grad_", "reshape", "reshape_as", "result_type", "retain_grad", "roll", "scatter", "scatter_", "size",
-    "sort", "split", "split_with_sizes", "squeeze", "squeeze_", "stack", "stride", "swapaxes", "t", "tensor", "to",
-    "tolist", "topk", "transpose", "tril", "triu", "type", "type_as", "unbind", "unflatten", "unfold", "unsafe_chunk",
-    "unsqueeze", "unsqueeze_", "view", "view_as", "where", "zero_", "zeros", "zeros_like",
-})  # fmt: skip
-# `CpuOps.self_test` checks those that are more than one rounded operation.
-ARITHMETIC = frozenset({
-    "__add__", "__floordiv__", "__iadd__", "__imul__", "__isub__", "__itruediv__", "__mod__", "__mul__", "__neg__",
-    "__radd__", "__rmul__", "__rsub__", "__rtruediv__", "__sub__", "__truediv__", "abs", "add", "add_", "div", "div_",
-    "exp", "exp_", "floor_divide", "log", "log1p", "mean", "mul", "mul_", "neg", "neg_", "reciprocal", "rsub",
-    "softmax", "sqrt", "square", "sub", "sub_", "sum", "tanh", "tanh_", "true_divide",
-})  # fmt: skip
+_LISTED = read_table(__file__, "functions.toml")
+MOVES, ARITHMETIC = frozenset(_LISTED["moves"]), frozenset(_LISTED["arithmetic"])
 # By `Ops.activation`.
 REPLACED: dict[str, str] = {"sigmoid": "sigmoid", "sigmoid_": "sigmoid", "softplus": "softplus", "silu": "silu"}
 # By `Ops.function`.

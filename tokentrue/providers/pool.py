@@ -2,8 +2,6 @@
 with failover. A generation that breaks off is resumed from the tokens received: spans keep their policy versions, and
 no token is sampled twice."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

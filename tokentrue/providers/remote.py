@@ -2,8 +2,6 @@
 breaks off is sampled again, since none of its tokens arrived. A body, and a line of an event stream, has at most
 `limit` bytes. Unknown fields of a response are ignored, because engines add them with every release."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -301,7 +299,7 @@ def write_adapter(weights: NamedWeights, config: PretrainedAdapter, directory: P
     config.save_pretrained(directory)
 
 
-def copy_finite(weights: NamedWeights, version: int) -> dict[str, Tensor]:
+def copy_finite(weights: NamedWeights, version: int) -> "dict[str, Tensor]":
     kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}
     for name, tensor in kept.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -309,7 +307,7 @@ def copy_finite(weights: NamedWeights, version: int) -> dict[str, Tensor]:
     return kept
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: "dict[str, Tensor]", path: Path) -> None:
     from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
     path.parent.mkdir(parents=True)

@@ -4,8 +4,6 @@ SGLang reports log softmax(logits / temperature). Under filters, recent versions
 log-probabilities with `return_sampling_mask`. A server started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 always reports
 temperature 1: do not set it for training."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from array import array
@@ -175,7 +173,7 @@ class SGLangProvider(RemoteEngine):
             fields |= {"return_routed_experts": True, "routed_experts_start_len": 0}
         return "/generate", dump_settings(fields)
 
-    def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> SGLangAnswer:
+    def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> "SGLangAnswer":
         return SGLangAnswer(f"{self.url}/generate", builder, sampling, self._sampling_mask, self._routed)
 
 

@@ -4,8 +4,6 @@ Start the server with `--logprobs-mode processed_logprobs` (the default reports 
 for exact version spans, with `--enable-scale-out`. The first `health()` or generation detects what the server
 reports; requests whose log-probabilities would be wrong are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io
@@ -231,7 +229,7 @@ class VLLMProvider(RemoteEngine):
                 f"vllm at {self.url} takes images only as content_parts of /inference/v1/generate: {cure}"
             )
 
-    def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> VLLMAnswer:
+    def _new_answer(self, builder: CompletionBuilder, sampling: Sampling) -> "VLLMAnswer":
         return VLLMAnswer(self, builder, sampling)
 
     async def _learn(self) -> None:

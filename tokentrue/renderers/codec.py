@@ -2,8 +2,6 @@
 Both give the same ids where content contains no added-token literal. `shield` marks literals in content before
 rendering; the rendered text is split at the unmarked ones, and the text between is encoded without added tokens."""
 
-from __future__ import annotations
-
 import re
 import secrets
 import threading
@@ -38,7 +36,7 @@ class LiteralSpan(NamedTuple):
 class LiteralFinder:
     """Finds added tokens in text. The tables are lazy: some tokenizers have thousands of literals."""
 
-    def __init__(self, tokens: Iterable[AddedToken]) -> None:
+    def __init__(self, tokens: "Iterable[AddedToken]") -> None:
         self._tokens = {token.content: token for token in tokens if token.content}
 
     def is_harmless(self, text: str) -> bool:
@@ -92,12 +90,12 @@ class LiteralFinder:
         return frozenset(text[size:] for text in self._tokens for size in range(1, len(text)))
 
     @cached_property
-    def _library(self) -> Tokenizer:
+    def _library(self) -> "Tokenizer":
         """Some literals absorb blanks or match only whole words: a tokenizer with only these finds them."""
         from tokenizers import AddedToken, Tokenizer
         from tokenizers.models import WordLevel
 
-        def copy(token: AddedToken) -> AddedToken:
+        def copy(token: "AddedToken") -> "AddedToken":
             blanks, alone = {"lstrip": token.lstrip, "rstrip": token.rstrip}, token.single_word
             return AddedToken(token.content, single_word=alone, normalized=False, **blanks)
 
@@ -118,7 +116,7 @@ class EncodedTexts:
         self._lock = threading.Lock()
         self._entries: OrderedDict[tuple[int, str], TokenIds] = OrderedDict()
 
-    def encode(self, tokenizer: Tokenizer, text: str) -> TokenIds:
+    def encode(self, tokenizer: "Tokenizer", text: str) -> TokenIds:
         """A whole text, without BOS/EOS. `tokenizer` must outlive this object."""
         key = (id(tokenizer), text)
         with self._lock:
@@ -161,7 +159,7 @@ _ALPHABET = _gpt2_alphabet()
 class TokenBytes(dict[int, bytes]):
     """From id to its bytes, lazily."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: "Tokenizer") -> None:
         super().__init__()
         self._tokenizer = tokenizer
         self.added: dict[int, str] = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
@@ -217,7 +215,7 @@ BLANKS = " \t\r\n▁"
 class Codec:
     """Encoder and decoder of one tokenizer. All its added tokens count, whatever their `special` flag."""
 
-    def __init__(self, tokenizer: Tokenizer, cache_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(self, tokenizer: "Tokenizer", cache_bytes: int = LIMIT_BYTES) -> None:
         self.backend = tokenizer
         self.added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self.texts: dict[int, str] = {index: token.content for index, token in self.added.items()}
@@ -295,7 +293,7 @@ class Codec:
             raise TokenizerError(f"token ids must be integers from 0, got {ids!r:.60}") from None
 
 
-def _copy_without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+def _copy_without_added_tokens(tokenizer: "Tokenizer") -> "Tokenizer":
     """Shares model, normalizer and pre-tokenizer; the only added token is EDGE."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Bare

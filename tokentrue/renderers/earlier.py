@@ -15,8 +15,6 @@ break and continue, and the conditions and assignments that these need. Statemen
 whole. Captured text (macros, {% set x %}…{% endset %}) is not touched. Where something was left out, the
 text holds SKIPPED: a caller that finds it after the recorded turn renders the template as it is."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -56,7 +54,7 @@ _WRAPPED = ("format", "format_map")  # the sandbox replaces these methods of str
 _type_of: Callable[[object], type] = type
 
 
-def compile_for_later(source: str, environment: SandboxedEnvironment) -> Template:
+def compile_for_later(source: str, environment: "SandboxedEnvironment") -> "Template":
     own: Any = environment.overlay()
     own.tests = {**own.tests, EARLIER: is_earlier}
     _look_up_faster(own)

@@ -1,7 +1,5 @@
 """`load_renderer`: a model directory or hub id -> a proven Renderer."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ChatTokenizer(Protocol):
-    backend_tokenizer: Tokenizer
+    backend_tokenizer: "Tokenizer"
     chat_template: str | JsonMapping | None
     eos_token: str | None
     special_tokens_map: JsonMapping

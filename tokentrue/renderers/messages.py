@@ -2,8 +2,6 @@
 Arguments are parsed from JSON text, null content becomes "", parts are joined if the template takes strings, tool
 results get the name and id of their call. No text is changed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -164,7 +162,7 @@ class ToolNamer:
         self._waiting: list[JsonObject] = []
         self._note(calls)
 
-    def copy(self) -> ToolNamer:
+    def copy(self) -> "ToolNamer":
         copied = ToolNamer()
         copied._names, copied._waiting = dict(self._names), list(self._waiting)
         return copied

@@ -13,6 +13,7 @@ from pathlib import Path
 from tokentrue.json_types import JsonMapping, is_object
 
 VERSION = 3
+_CODE = (".py", ".toml", ".jinja")
 _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 
@@ -20,7 +21,7 @@ _LIBRARIES = ("jinja2", "tokenizers", "transformers")
 def hash_code() -> str:
     """Everything that can change a proof: this package's code and the versions of its libraries."""
     package = Path(__file__).parent
-    files = sorted(package.rglob("*.py"))
+    files = sorted(path for path in package.rglob("*") if path.suffix in _CODE)
     code = b"".join(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() for path in files)
     versions = ",".join(f"{name}=={metadata.version(name)}" for name in _LIBRARIES)
     return sha256(code + versions.encode()).hexdigest()

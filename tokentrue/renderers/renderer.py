@@ -2,6 +2,7 @@
 
 Recorded ids are never encoded or changed; `extend` returns what the template writes after them, or a Refusal."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,11 +15,10 @@ from tokentrue.ids import EMPTY, TokenIds
 from tokentrue.json_types import JsonMapping, JsonObject
 from tokentrue.protocols import TurnParser
 from tokentrue.records import record
-from tokentrue.renderers.call_tag import make_call_tag
 from tokentrue.renderers.codec import Codec
 from tokentrue.renderers.extending.extender import Extender, History
 from tokentrue.renderers.extending.stops import Stops
-from tokentrue.renderers.families import Family
+from tokentrue.renderers.families import CallForm, Family
 from tokentrue.renderers.messages import normalise_messages, normalise_tools
 from tokentrue.renderers.parsing.grammar import Grammar, compile_grammar
 from tokentrue.renderers.parsing.parser import Parser, parse_turn
@@ -191,3 +191,41 @@ class Renderer:
     def structure(self) -> Structure:
         """Structure ids and turn openers, for `tokentrue.compare`."""
         return find_structure(self.codec, self.stop_token_ids, self.render_plain)
+
+
+def make_call_tag(family: Family, codec: Codec, tools: Tools, *, name: str | None) -> JsonMapping | Refusal:
+    """Free text (the model may think), then at least one call in its format."""
+    form = family.call_form
+    if form is None:
+        return Refusal(why="no_call_form", detail=f"calls of {family.name} models cannot be enforced: no text and JSON")
+    special = [token for token in codec.added.values() if token.special]
+    if any(token.content in form.opening + form.end for token in special):
+        return Refusal(
+            why="special_markers", detail="the call markers are special tokens here, which engines keep out of grammars"
+        )
+    functions: list[JsonMapping] = [tool.get("function", tool) for tool in tools]
+    chosen = [function for function in functions if name is None or function.get("name") == name]
+    if not chosen:
+        return Refusal(why="unknown_tool", detail=f"no tool is named {name!r}")
+    calls = {
+        "type": "triggered_tags",
+        "triggers": [form.opening],
+        "tags": [_make_tag(form, function) for function in chosen],
+        "at_least_one": True,
+        "stop_after_first": name is not None,
+    }
+    before = {"type": "any_text", "excludes": [form.opening]}
+    return {"type": "structural_tag", "format": {"type": "sequence", "elements": [before, calls]}}
+
+
+def _make_tag(form: CallForm, function: JsonMapping) -> JsonObject:
+    schema = function.get("parameters") or function.get("input_schema") or {"type": "object"}
+    name: str = function["name"]
+    quoted = json.dumps(name, ensure_ascii=False)
+    begin = form.begin.replace('"NAME"', quoted) if '"NAME"' in form.begin else form.begin.replace("NAME", name)
+    return {
+        "type": "tag",
+        "begin": form.opening + begin,
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": form.end,
+    }

@@ -1,8 +1,6 @@
 """A chat template compiled in transformers' sandbox, and the inputs that it accepts. For inputs in the shape the
 template takes, `Template.render` returns the string of `apply_chat_template(tokenize=False)`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -56,7 +54,7 @@ class Template:
         self._deadline = deadline or nullcontext()
 
     @cached_property
-    def _compiled(self) -> CompiledTemplate:
+    def _compiled(self) -> "CompiledTemplate":
         """With a cached proof, loading does not need it."""
         from transformers.utils.chat_template_utils import _compile_jinja_template  # pyright: ignore[reportPrivateUsage]
 
@@ -73,7 +71,7 @@ class Template:
         _ = self._compiled
 
     @cached_property
-    def _without_earlier(self) -> CompiledTemplate:
+    def _without_earlier(self) -> "CompiledTemplate":
         return compile_for_later(self.source, cast("SandboxedEnvironment", self._compiled.environment))
 
     def render(

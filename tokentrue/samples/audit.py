@@ -4,8 +4,6 @@ A passing file is undamaged; this does not prove that nobody rewrote it entirely
 with the one that the gateway reported.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Iterable, Iterator
@@ -46,7 +44,7 @@ class Audit(Struct):
     trained: int = 0
     images: set[str] = set()  # their hashes
     are_files_checked: bool = False
-    sessions: dict[str, _SessionAudit] = {}
+    sessions: "dict[str, _SessionAudit]" = {}
     findings: list[AuditFinding] = []
 
     @property

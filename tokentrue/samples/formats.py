@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from tokentrue.errors import FileFormatError, TokenContractError
-from tokentrue.json_types import JsonMapping, JsonObject, JsonValue
+from tokentrue.json_types import JsonMapping, JsonObject, JsonValue, read_table
 from tokentrue.plain_json import dumps, loads, read_numbered_lines
 from tokentrue.records import record
 from tokentrue.samples import trainer_rows
@@ -26,18 +26,8 @@ from tokentrue.samples.trainer_rows import Columns
 from tokentrue.types import Sample
 
 _GROUP = 256  # rows of a parquet table that are written or read at once
-_NATIVE_TYPES = {
-    "sample_id": "string", "session_id": "string", "group": "string", "finish_reason": "string",
-    "spans": "json", "metadata": "json", "certificate": "json", "routed_experts": "json", "sampling_mask": "json",
-    "images": "json", "top_logprobs": "json",
-    "token_ids": "int32s", "loss_mask": "int8s", "rollout_logprobs": "doubles", "reward": "double",
-}  # fmt: skip
-_VERL_TYPES = {
-    "prompt_ids": "int32s", "response_ids": "int32s", "response_mask": "int8s", "response_logprobs": "doubles",
-    "reward_score": "double", "num_turns": "int64", "uid": "string",
-    "routed_experts": "int16 tables", "multi_modal_data": "hashes", "extra_fields": "replay", "tokentrue": "json",
-}  # fmt: skip
-_TENSOR_TYPES = {"token_ids": "int32", "loss_mask": "uint8", "rollout_logprobs": "float64", "offsets": "int64"}
+_COLUMNS: Mapping[str, Mapping[str, str]] = read_table(__file__, "columns.toml")
+_TENSOR_TYPES = _COLUMNS["tensors"]
 
 
 @record
@@ -341,7 +331,7 @@ FORMATS: Mapping[str, SampleFormat] = {
             to_row=sample_to_json, from_row=_from_native_row,
         ),
         _rows_format(
-            "parquet", follows="Apache Parquet through pyarrow", mark="certificate", types=_NATIVE_TYPES,
+            "parquet", follows="Apache Parquet through pyarrow", mark="certificate", types=_COLUMNS["native"],
             to_row=sample_to_json, from_row=_from_native_row,
         ),
         SampleFormat(
@@ -350,7 +340,7 @@ FORMATS: Mapping[str, SampleFormat] = {
         ),
         trainer_format(
             "verl", follows="verl 0.9.1, AgentLoopOutput", mark="response_ids",
-            row=trainer_rows.verl_row, columns=trainer_rows.verl_columns, types=_VERL_TYPES,
+            row=trainer_rows.verl_row, columns=trainer_rows.verl_columns, types=_COLUMNS["verl"],
         ),
         trainer_format(
             "trl", follows="trl 1.16.0, GRPOTrainer rollout_func", mark="completion_ids",

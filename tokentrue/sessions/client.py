@@ -1,7 +1,5 @@
 """An in-process OpenAI client of a session. `await client(messages, tools=None)` returns a `Reply`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -60,11 +58,11 @@ class InProcessClient:
         self._session = session
 
     @property
-    def chat(self) -> InProcessClient:
+    def chat(self) -> "InProcessClient":
         return self
 
     @property
-    def completions(self) -> InProcessClient:
+    def completions(self) -> "InProcessClient":
         return self
 
     async def __call__(self, messages: Messages, tools: Tools | None = None, **settings: Any) -> Reply:

@@ -12,8 +12,6 @@ An agent may alternate between tool sets or system prompts. A request then rejoi
 ones. Later turns were sampled elsewhere: steps 1 to 4 find them under any tools (or, if equal to the letter, any
 system prompt), and they become references."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,7 +87,7 @@ class Match:
     fit: PathFit
     ambiguous: bool
     same_tools: bool = True
-    elsewhere: Match | None = None
+    elsewhere: "Match | None" = None
 
 
 class Matcher:

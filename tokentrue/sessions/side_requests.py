@@ -1,16 +1,20 @@
 """Finds side requests: what a harness asks beside the task (a title, a guess of the next message), which must not be
 trained with the task's reward.
 
-`RULES` name what known harnesses ask. `other_model` holds for any: one turn without tools, under a model name that
-no turn with tools has; not if the task may need the answer: it was given to another conversation, it began after
-every turn with tools was over, it repeats what a conversation with tools was asked, or a loaded adapter sampled it."""
+`RULES` (side_requests.toml) name what known harnesses ask. `other_model` holds for any: one turn without tools, under a
+model name that no turn with tools has; not if the task may need the answer: it was given to another conversation, it
+began after every turn with tools was over, it repeats what a conversation with tools was asked, or a loaded adapter
+sampled it."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from tokentrue.conversation.match_keys import count_system, read_role, text_of
+from tokentrue.json_types import read_table
 from tokentrue.plain_json import digest
 from tokentrue.sessions.tree import Node, ServedRef, Tree
 from tokentrue.types import Message
@@ -23,22 +27,12 @@ _NOT_LETTERS = re.compile(r"\\[nrt]|[\W_]+")  # what quoting, escaping and wrapp
 
 @dataclass(frozen=True, slots=True)
 class SideRule:
-    """ "system": a line of the system prompt begins with `opening`, in one turn without tools; "last": the last
-    message begins with it, after earlier turns, and nothing continues the answer."""
-
     name: str
     where: Literal["system", "last"]
     opening: str
 
 
-RULES = (
-    SideRule("title", "system", "Generate a concise, sentence-case title (3-7 words)"),  # Claude Code, qwen-code
-    SideRule("title", "system", "You are coming up with a succinct title and git branch name"),  # Claude Code
-    SideRule("title", "system", "Generate a short kebab-case name (2-4 words)"),  # Claude Code, qwen-code
-    SideRule("title", "system", "You are a title generator. You output ONLY a thread title."),  # opencode
-    SideRule("next_message", "last", "[SUGGESTION MODE: Suggest what the user might naturally type next"),
-    SideRule("next_speaker", "last", "Analyze *only* the content and structure of your immediately preceding response"),
-)
+RULES = msgspec.convert(read_table(__file__, "side_requests.toml")["rule"], list[SideRule])
 
 
 def find_side_requests(tree: Tree) -> dict[str, str]:

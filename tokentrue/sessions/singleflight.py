@@ -2,8 +2,6 @@
 then on the same request starts a new turn. A complete turn that is being written is not cancelled: a returning caller
 joins it, so no key names two answers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import TypeVar
@@ -34,7 +32,7 @@ class InFlightTurn:
         self._events: list[TurnEvent] = []  # not read yet
         self._reader: asyncio.Future[None] | None = None  # set to wake the streaming caller
 
-    def start(self, work: Work[tuple[Reply, ...]], group: SingleFlight) -> None:
+    def start(self, work: Work[tuple[Reply, ...]], group: "SingleFlight") -> None:
         self._group, self._task = group, asyncio.create_task(work)
         self._task.add_done_callback(self._finish)
 

@@ -2,8 +2,6 @@
 on each row's mean |δ| instead (`require_near`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +24,7 @@ class Agreement:
     largest: float = 0.0
     first: str = ""
 
-    def merge(self, other: Agreement) -> Agreement:
+    def merge(self, other: "Agreement") -> "Agreement":
         return Agreement(
             compared=self.compared + other.compared,
             differing=self.differing + other.differing,

@@ -7,8 +7,6 @@ A bfloat16 weight of 0.05 moves in steps of 2.4e-4, and an update of 1e-6 is los
 float32 copy of every parameter, which collects the gradients and takes the updates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,7 +107,7 @@ class LossScale:
     is_fixed: bool = True
 
     @staticmethod
-    def of(dtype: torch.dtype) -> LossScale:
+    def of(dtype: torch.dtype) -> "LossScale":
         return LossScale(value=START_SCALE, is_fixed=False) if dtype == torch.float16 else LossScale()
 
     def adjust(self, *, overflow: bool) -> None:

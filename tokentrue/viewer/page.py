@@ -1,7 +1,5 @@
 """The viewer's page: as a read-only Starlette application; as one HTML file; and with the report of a command."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -87,7 +85,7 @@ def encode_json(value: JsonValue) -> bytes:
 
 
 def write_export(
-    data: ViewerData | GatewayData, path: str | Path, *, most_tokens: int = MOST_TOKENS, report: Report | None = None
+    data: ViewerData | GatewayData, path: str | Path, *, most_tokens: int = MOST_TOKENS, report: "Report | None" = None
 ) -> int:
     answers, count = collect_answers(data, most_tokens=most_tokens)
     if report is not None:

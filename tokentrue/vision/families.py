@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokentrue.errors import ConfigError, MessageError
-from tokentrue.json_types import JsonMapping, JsonValue, is_object
+from tokentrue.json_types import JsonMapping, JsonValue, is_object, read_table
 from tokentrue.protocols import find_plugins, load_plugin
 from tokentrue.records import record
 
@@ -21,33 +21,7 @@ Grid = tuple[int, int, int]
 Backend = Literal["pil", "torchvision"]
 LIBRARIES: Mapping[str, str] = {"pil": "pillow", "torchvision": "torchvision"}
 _KINDS = ("image", "video", "audio")
-_COMMON: JsonMapping = {
-    "do_convert_rgb": True,
-    "do_resize": True,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-}
-DEFAULTS: Mapping[str, JsonMapping] = {
-    "Qwen2VLImageProcessor": {
-        **_COMMON,
-        "resample": 3,
-        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-    },
-    "Gemma3ImageProcessor": {
-        **_COMMON,
-        "resample": 2,
-        "size": {"height": 224, "width": 224},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "do_pan_and_scan": False,
-    },
-}
+DEFAULTS: Mapping[str, JsonMapping] = read_table(__file__, "defaults.json")
 """Settings that decide about pixels and counts, with transformers' values where a file omits them."""
 
 

@@ -2,15 +2,13 @@
 
 import json
 import shlex
-import tomllib
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path
 
 import msgspec
 
 from tokentrue.errors import ConfigError
-from tokentrue.json_types import JsonMapping
+from tokentrue.json_types import JsonMapping, read_table
 from tokentrue.records import record
 
 TASK = "{task}"
@@ -38,8 +36,8 @@ class AgentPreset:
 
 
 def read_presets() -> Mapping[str, AgentPreset]:
-    tables = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
-    return {name: msgspec.convert({"name": name, **table}, AgentPreset) for name, table in tables.items()}
+    tables = read_table(__file__, "presets.toml").items()
+    return {name: msgspec.convert({"name": name, **table}, AgentPreset) for name, table in tables}
 
 
 PRESETS = read_presets()

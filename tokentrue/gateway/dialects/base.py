@@ -1,7 +1,5 @@
 """What the dialects share. Invariant: a field that is neither understood nor listed as a hint is refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,7 +83,7 @@ class DecodedBody(NamedTuple):
 class Encoder:
     ping: ClassVar[bytes] = b": keep-alive\n\n"
 
-    def __init__(self, dialect: Dialect, head: RequestHead, text_of: TextOf) -> None:
+    def __init__(self, dialect: "Dialect", head: RequestHead, text_of: TextOf) -> None:
         self.dialect, self.head, self.text_of = dialect, head, text_of
         self.node = ""  # of the first choice, once the stream has begun
 

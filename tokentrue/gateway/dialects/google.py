@@ -2,8 +2,6 @@
 `thought` parts if requested, and sealed in the `thoughtSignature` of the part after it: clients drop thoughts and keep
 signatures."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Forwards requests for a session that another process owns: a worker of this server, or another gateway on the same
 record. Bodies are streamed: the owner checks the key before it reads one."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Literal
 
-from tokentrue.json_types import JsonMapping, JsonObject
+from tokentrue.json_types import JsonMapping, JsonObject, read_table
 from tokentrue.records import record
 
 PLAIN: JsonMapping = {"start_anchor_pattern": r"\A(?!)", "fields": {"content": {}}}
@@ -69,52 +69,11 @@ Fields = Mapping[str, Field]
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 """The opening pattern captures the name; the body is the arguments."""
 
-INSIDE = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}}
-"""The body is a JSON object with name and arguments."""
-
 THINK: Field = {"open": "<think>", "close": "</think>"}
 
-HERMES: Fields = {
-    "tool_calls": {
-        "open": "<tool_call>",
-        "close": "</tool_call>",
-        "content": "json",
-        "repeats": True,
-        "transform": INSIDE,
-    }
-}
-"""`<tool_call>⏎{"name": …, "arguments": {…}}⏎</tool_call>`"""
-
+FORMATS: Mapping[str, Fields] = read_table(__file__, "formats.toml")
+HERMES, FUNCTION_XML, ARG_PAIRS = FORMATS["hermes"], FORMATS["function_xml"], FORMATS["arg_pairs"]
 HERMES_FORM = CallForm(opening="<tool_call>", begin='\n{"name": "NAME", "arguments": ', end="}\n</tool_call>")
-
-_BLOCK: Field = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True}
-
-FUNCTION_XML: Fields = {
-    "tool_calls": {
-        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-        "close": "</tool_call>",
-        "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-        "repeats": True,
-        "transform": NAMED,
-    },
-    "broken_calls": _BLOCK,
-}
-"""`<tool_call>⏎<function=NAME>⏎<parameter=KEY>⏎VALUE⏎</parameter>⏎</function>⏎</tool_call>`"""
-
-ARG_PAIRS: Fields = {
-    "tool_calls": {
-        "open_pattern": r"<tool_call>\s*(?P<name>[^\s<>{]+)\s*(?=<arg_key>|</tool_call>)",
-        "close": "</tool_call>",
-        "content": "xml-inline",
-        "content_args": {"tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
-        "repeats": True,
-        "transform": NAMED,
-    },
-    "broken_calls": _BLOCK,
-}
-"""`<tool_call>NAME⏎<arg_key>KEY</arg_key>⏎<arg_value>VALUE</arg_value>⏎</tool_call>`, with or without the line
-breaks"""
 
 
 def calls_as_invocations(block: str, *, tag: str = "", attribute: str = "") -> Fields:

@@ -2,6 +2,8 @@
 openai-harmony, the models' library: it quotes tool results, writes text beside a call as reasoning, writes only the
 first of several calls, and drops later system messages."""
 
+from pathlib import Path
+
 from tokentrue.renderers.families.base import NAMED, Clues, Family
 
 _OPENER = r"(?:<\|start\|>assistant)?"
@@ -33,45 +35,7 @@ _TEMPLATE = {
 _BEGIN = "{%- set last_tool_call = namespace(name=none) %}"
 _BLANK_LINES = '{{- developer_message }}\n        {{- "\\n\\n" }}'
 _TODAY = 'strftime_now("%Y-%m-%d")'
-_TALK = """\
-{%- set called = namespace(name="") %}
-{%- for message in loop_messages %}
-    {%- set alone = loop.last and not add_generation_prompt %}
-    {%- if message.role == "assistant" %}
-        {%- set answered = namespace(later=false) %}
-        {%- for other in loop_messages[loop.index:] if other.role == "assistant" and not other.tool_calls %}
-            {%- set answered.later = true %}
-        {%- endfor %}
-        {%- if message.thinking and not answered.later and (message.tool_calls or alone) %}
-            {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
-        {%- endif %}
-        {%- set names = (message.tool_calls or []) | map(attribute="function.name") | unique(true) | list %}
-        {%- set called.name = names[0] if names | length == 1 else "" %}
-        {%- if not message.tool_calls %}
-            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + ("<|return|>" if alone else "<|end|>") }}
-        {%- elif message.content %}
-            {{- "<|start|>assistant<|channel|>commentary<|message|>" + message.content + "<|end|>" }}
-        {%- endif %}
-        {%- for call in message.tool_calls or [] %}
-            {{- "<|start|>assistant to=functions." + call.function.name + "<|channel|>commentary <|constrain|>json<|message|>" }}
-            {{- (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) + "<|call|>" }}
-        {%- endfor %}
-    {%- elif message.role == "tool" %}
-        {%- if not (message.name or called.name) %}
-            {{- raise_exception("a tool's result needs a name or the id of its call") }}
-        {%- endif %}
-        {{- "<|start|>functions." + (message.name or called.name) + " to=assistant<|channel|>commentary<|message|>" }}
-        {{- message.content + "<|end|>" }}
-    {%- elif message.role == "user" %}
-        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}
-    {%- else %}
-        {{- "<|start|>developer<|message|># Instructions\\n\\n" + message.content + "<|end|>" }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- "<|start|>assistant" }}
-{%- endif %}
-"""
+_TALK = Path(__file__).with_name("harmony.jinja")  # what follows the head of the shipped template
 
 
 def correct_template(template: str) -> str | None:
@@ -81,7 +45,7 @@ def correct_template(template: str) -> str | None:
     if not found or head.count(_BLANK_LINES) != 1 or head.count(_TODAY) != 1:
         return None
     head = head.replace(_BLANK_LINES, _BLANK_LINES.replace('"\\n\\n"', '"\\n\\n" if tools else ""'))
-    return head.replace(_TODAY, f"(conversation_start_date or {_TODAY})") + _TALK
+    return head.replace(_TODAY, f"(conversation_start_date or {_TODAY})") + _TALK.read_text(encoding="utf-8")
 
 
 def recognise(clues: Clues) -> Family | None:

@@ -10,6 +10,7 @@ from tokentrue.renderers.families import harmony
 from tokentrue.renderers.families.base import (
     ARG_PAIRS,
     CHATML,
+    FORMATS,
     FUNCTION_XML,
     HERMES,
     HERMES_FORM,
@@ -25,28 +26,13 @@ from tokentrue.renderers.families.base import (
     response,
 )
 
-_INKLING_OPENER = r"(?:<\|message_model\|>)?"
-_INKLING_BLOCK = {"close": "<|end_message|>", "repeats": True}
-
 
 def recognise_inkling(clues: Clues) -> Family | None:
     """Each part of a turn (thinking, text, a call in JSON) is a block that ends with `<|end_message|>`."""
     if not clues.has("<|message_model|>", "<|content_invoke_tool_json|>"):
         return None
-    thinking, text = (_INKLING_OPENER + rf"<\|content_{kind}\|>" for kind in ("thinking", "text"))
-    call = {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.args}"}}
-    fields: Fields = {
-        "content": {},
-        "final": {"open_pattern": text, **_INKLING_BLOCK, "join": "\n"},
-        "reasoning_content": {"open_pattern": thinking, **_INKLING_BLOCK, "join": "\n"},
-        "tool_calls": {
-            "open_pattern": _INKLING_OPENER + r"[^<\s]*<\|content_invoke_tool_json\|>",
-            **_INKLING_BLOCK,
-            "content": "json",
-            "transform": call,
-        },
-    }
-    return Family(name="inkling", response_template={"start_anchor": "<|message_model|>", "fields": fields})
+    template = {"start_anchor": "<|message_model|>", "fields": FORMATS["inkling"]}
+    return Family(name="inkling", response_template=template)
 
 
 def recognise_kimi(clues: Clues) -> Family | None:
@@ -138,17 +124,7 @@ def recognise_mistral(clues: Clues) -> Family | None:
     """`[TOOL_CALLS]` and a JSON list (Nemo, Large), or `[TOOL_CALLS]NAME[ARGS]{…}` per call (Small 3.2, Devstral)."""
     if not clues.has("[TOOL_CALLS]", "[/INST]"):
         return None
-    shared = {"content": "json", "repeats": True}
-    if clues.has("[ARGS]"):
-        head = r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<call_id>[^\[]*))?\[ARGS\]"
-        close = {"close_pattern": r"(?=\[TOOL_CALLS\])|\Z"}
-        calls: Fields = {
-            "tool_calls": {"open_pattern": head, **close, **shared, "transform": NAMED},
-            "broken_calls": {"open": "[TOOL_CALLS]", **close, "repeats": True},
-        }
-    else:
-        call = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
-        calls = {"tool_calls": {"open": "[TOOL_CALLS]", **shared, "transform": call, "transform_each": True}}
+    calls = FORMATS["mistral_args" if clues.has("[ARGS]") else "mistral"]
     reasoning = {"open": "[THINK]", "close": "[/THINK]"} if clues.has("[THINK]") else None
     return _make_family("mistral", clues, calls, "[/INST]", "[/TOOL_RESULTS]", reasoning=reasoning, call_ids="short")
 
@@ -157,19 +133,8 @@ def recognise_llama(clues: Clues) -> Family | None:
     """Llama-3.x: a call is the whole turn, JSON with `name` and `parameters`, perhaps after `<|python_tag|>`."""
     if not clues.has("<|start_header_id|>", "<|end_header_id|>"):
         return None
-    calls: Fields = {
-        "tool_calls": {
-            "open_pattern": r'(?:\A\s*|<\|python_tag\|>\s*)(?=\{\s*"(?:name|type)"\s*:)',
-            "content": "json",
-            "repeats": True,
-            "transform": {
-                "type": "function",
-                "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
-            },
-        }
-    }
     anchor = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    return _make_family("llama-3", clues, calls, anchor, reasoning=None)
+    return _make_family("llama-3", clues, FORMATS["llama"], anchor, reasoning=None)
 
 
 def recognise_gemma(clues: Clues) -> Family | None:

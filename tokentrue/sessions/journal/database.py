@@ -1,6 +1,7 @@
-"""The connection protocol of a store, which `sqlite3.Connection` implements, and its name."""
+"""The connection protocol of a store, which `sqlite3.Connection` implements, its statements and its name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from tokentrue.errors import ConfigError
@@ -15,6 +16,11 @@ class Database(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def read_statements(name: str) -> Iterable[str]:
+    text = (Path(__file__).with_name("migrations") / f"{name}.sql").read_text(encoding="utf-8")
+    return filter(str.strip, text.split(";"))
 
 
 def is_postgres(store: str) -> bool:

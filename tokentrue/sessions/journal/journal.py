@@ -3,8 +3,6 @@ write; one process owns a store for writing (`lock`); one object at a time owns 
 detected: rows carry digests, sessions the number of their nodes, the store the number of its sessions, and opening runs
 `quick_check`. `synchronous="FULL"` also survives a loss of power."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import sqlite3

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tokentrue.errors import JournalError
+from tokentrue.sessions.journal.database import read_statements
 from tokentrue.sessions.journal.rows import COLUMNS, RECORD, Row, damaged, record_from_values, row_digest
 
 NODE_COLUMNS = ", ".join(Row._fields)
@@ -160,60 +161,8 @@ def _fill_digests(db: sqlite3.Connection) -> None:
     db.execute("INSERT INTO totals(name, count) SELECT 'sessions', count(*) FROM sessions")
 
 
-STEPS: tuple[tuple[str, Callable[[sqlite3.Connection], None] | None], ...] = (
-    # 1: sessions and their nodes.
-    (
-        """
-        CREATE TABLE sessions (
-            id TEXT PRIMARY KEY, grp TEXT, state TEXT NOT NULL, key_hash TEXT,
-            created REAL NOT NULL, ended REAL, body BLOB NOT NULL
-        ) WITHOUT ROWID;
-        CREATE TABLE nodes (
-            session TEXT NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
-            seq INTEGER NOT NULL, id TEXT NOT NULL, parent TEXT,
-            given_ids BLOB NOT NULL, sampled_ids BLOB NOT NULL, logprobs BLOB NOT NULL, chain BLOB NOT NULL,
-            body BLOB NOT NULL, routed_experts BLOB, created REAL NOT NULL,
-            PRIMARY KEY (session, seq)
-        );
-        CREATE UNIQUE INDEX nodes_by_id ON nodes(session, id);
-        """,
-        None,
-    ),
-    # 2: sessions are found by API key, by group and by age without reading them all.
-    (
-        """
-        CREATE UNIQUE INDEX sessions_by_key ON sessions(key_hash) WHERE key_hash IS NOT NULL;
-        CREATE INDEX sessions_by_group ON sessions(grp);
-        CREATE INDEX sessions_by_age ON sessions(state, ended);
-        """,
-        None,
-    ),
-    # 3: every row carries a digest of itself, every session the number of its nodes, and the store the number of its
-    # sessions.
-    (
-        """
-        ALTER TABLE sessions ADD COLUMN digest BLOB;
-        ALTER TABLE sessions ADD COLUMN nodes INTEGER NOT NULL DEFAULT 0;
-        ALTER TABLE nodes ADD COLUMN digest BLOB;
-        CREATE TABLE totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
-        """,
-        _fill_digests,
-    ),
-    # 4: secrets of the store, shared by every gateway that opens it.
-    ("CREATE TABLE secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL, created REAL NOT NULL) WITHOUT ROWID", None),
-    # 5: files of images, once per store, and which sessions refer to them.
-    (
-        """
-        CREATE TABLE images (sha256 TEXT PRIMARY KEY, media_type TEXT NOT NULL, data BLOB NOT NULL);
-        CREATE TABLE session_images (
-            session TEXT NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
-            sha256 TEXT NOT NULL REFERENCES images(sha256), PRIMARY KEY (session, sha256)
-        ) WITHOUT ROWID;
-        CREATE INDEX sessions_by_image ON session_images(sha256);
-        """,
-        None,
-    ),
-)
+STEPS: tuple[Callable[[sqlite3.Connection], None] | None, ...] = (None, None, _fill_digests, None, None)
+"""What each step runs after the statements of migrations/sqlite-N.sql."""
 VERSION = len(STEPS)
 
 
@@ -236,10 +185,9 @@ def migrate(connection: sqlite3.Connection) -> None:
         connection.execute("BEGIN IMMEDIATE")
         try:
             if read_version(connection) == version:  # another process may have migrated it meanwhile
-                statements, fill = STEPS[version]
-                for statement in filter(str.strip, statements.split(";")):
+                for statement in read_statements(f"sqlite-{version + 1}"):
                     connection.execute(statement)
-                if fill is not None:
+                if (fill := STEPS[version]) is not None:
                     fill(connection)
                 connection.execute(f"PRAGMA user_version={version + 1}")
             connection.execute("COMMIT")

@@ -1,8 +1,6 @@
 """Generates the n choices of a turn, and checks and parses their tokens. A choice keeps the tokens received so far: a
 turn that ends early can still be recorded."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from array import array
