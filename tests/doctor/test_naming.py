@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.doctor import eighth_set, fifth_set, fourth_set, reported, seventh_set, third_set
 from tests.doctor import engines as e
@@ -21,7 +23,7 @@ from tokentrue.doctor.findings import fault, ok, settle
 from tokentrue.doctor.hypotheses import list_hypotheses
 from tokentrue.doctor.interface import gather_observations, probe_meaning
 from tokentrue.doctor.naming import Evidence, judge, judge_draws
-from tokentrue.doctor.reference import Observation
+from tokentrue.doctor.reference import Observation, compute_batch
 from tokentrue.doctor.weights import _draws
 from tokentrue.providers.hf import filter_logprobs
 from tokentrue.renderers import load_renderer
@@ -439,6 +441,42 @@ def test_a_trial_leaves_the_reference_as_it_was() -> None:
         assert torch.equal(reference.logprobs([seen]), truth), hypothesis.label
     assert moved > 40
     assert all(torch.equal(before[name], value) for name, value in reference.model.state_dict().items())
+
+
+def test_a_trial_that_begins_at_its_first_layer_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part alone; the hidden states that one trial leaves serve the next."""
+    reference = Reference(e.calculator())
+    seen = Observation(token_ids=tuple(range(3, 23)), positions=(18, 19), logprobs=(-1.0, -1.0), prompt_tokens=18)
+    evidence = Evidence(reference, [seen], "float32")
+    hypotheses = [one for one in list_hypotheses(reference, specials=(1,), dtype="float32") if len(one.units) > 1]
+    parts = [(one.within([name]), one.grid[0]) for one in hypotheses[::3] for name in [*one.units][-1:0:-7]]
+    runs, name, found = Counter[str](), "", dict[str, list[Tensor | None]]()
+    for layer in reference.model.model.layers:
+        layer.self_attn.register_forward_hook(lambda *_: runs.update([name]))
+    for name in ("short", "whole"):
+        if name == "whole":
+            monkeypatch.setattr(reference.kept, "is_right", False)
+        found[name] = [evidence.predict([part], [0])[0] for part in parts]
+        assert len(parts) > 20 and reference.kept.is_right == (name == "short")
+    assert runs["short"] < 0.8 * runs["whole"]
+    for one, other in zip(found["short"], found["whole"], strict=True):
+        assert (one is other is None) or (one is not None and other is not None and torch.equal(one, other))
+
+
+def test_a_trial_that_changes_nothing_of_these_tokens_is_idle() -> None:
+    reference = Reference(e.calculator())
+    seen = Observation(token_ids=tuple(range(3, 23)), positions=(18, 19), logprobs=(-1.0, -1.0), prompt_tokens=18)
+    evidence = Evidence(reference, [seen], "float32")
+    idle = dict[str, list[float]]()
+    for one in list_hypotheses(reference, specials=(1,), dtype="float32"):
+        for x in () if one.is_output or one.is_partial else one.grid:
+            if one.make_trial(reference, x).is_idle(seen):
+                idle.setdefault(one.fault, []).append(x)
+                (logits,) = compute_batch(reference.model, [seen], [one.make_trial(reference, x)])
+                torch.testing.assert_close(logits, evidence.plain[""][0][0], atol=1e-4, rtol=0)
+    assert {"attention_mask", "sliding_window", "decode_positions"} <= idle.keys() <= {
+        "attention_mask", "sliding_window", "decode_positions", "context_truncated", "prompt_changed"
+    }, idle  # fmt: skip
 
 
 def test_every_hypothesis_has_a_cause_and_a_cure() -> None:

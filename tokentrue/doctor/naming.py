@@ -208,9 +208,11 @@ class Evidence:
         self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], plain: Sequence[Tensor], truth: Tensor
     ) -> list[Tensor]:
         trials = [hypothesis.make_trial(self.reference, x) for hypothesis, x in tried]
+        for trial in trials if plain is self.plain[""][0] else ():
+            trial.kept = self.reference.kept
         asked, seen = [one for one, _ in tried], self.observations
         places = [(k, n) for k, one in enumerate(asked) for n in only if not (one.is_sampling and seen[n].is_prompt)]
-        wanted = [(k, n) for k, n in places if not asked[k].is_output]
+        wanted = [(k, n) for k, n in places if not asked[k].is_output and not trials[k].is_idle(seen[n])]
         rows = compute_batch(self.reference.model, [seen[n] for _, n in wanted], [trials[k] for k, _ in wanted])
         computed, found = dict(zip(wanted, rows, strict=True)), [truth.clone() for _ in tried]
         for number, n in places:
@@ -473,9 +475,15 @@ class Tokens:
         scale = 1 / (data.spread.square() + (0.3 * data.e).square()).sqrt()[inside]
         target, spread, truth = data.e[inside].clamp(-WORST, WORST), data.spread[inside], data.truth
 
+        known = dict[frozenset[str], Tensor]()
+
         def compute_effects(sets: Sequence[Iterable[str]]) -> list[Tensor]:
-            predicted = data.predict([(hypothesis.within(names), x) for names in sets], self.only)
-            return [((truth if one is None else one) - truth)[inside].clamp(-WORST, WORST) for one in predicted]
+            asked = [*map(frozenset, sets)]
+            new = [names for names in dict.fromkeys(asked) if names not in known]
+            predicted = data.predict([(hypothesis.within(names), x) for names in new], self.only)
+            for names, one in zip(new, predicted, strict=True):
+                known[names] = ((truth if one is None else one) - truth)[inside].clamp(-WORST, WORST)
+            return [known[names] for names in asked]
 
         def cost_of(effect: Tensor) -> float:
             return float(((target - effect) / spread).abs().sum())

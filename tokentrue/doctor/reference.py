@@ -29,6 +29,7 @@ from tokentrue.records import record
 from tokentrue.types import Completion
 
 Rounding = Callable[[Tensor], Tensor]
+GROUPS_KEPT = 8  # of observations that run together
 
 
 @record
@@ -112,6 +113,8 @@ class Trial:
         self.reports: Callable[[Tensor, Observation, Tensor], Tensor] | None = None
         self.align = 0  # each log-probability is that of the token so many places on
         self.span: Callable[[Observation], tuple[int, int]] | None = None  # of tokens under the change; others are not
+        self.hidden: list[tuple[nn.Module, Callable[[Tensor, Tensor, Tensor], Tensor]]] = []  # what `hide` was given
+        self.kept: KeptStates | None = None  # hidden states of the unchanged model, which trials may begin with
         self.sent = torch.zeros(1, 1, dtype=torch.long)  # prompt lengths of the rows that run
         self.wanted: list[int] = []  # places whose logits are computed
         self.inside: Tensor | None = None  # `[B, L]`, tokens of these rows in the span
@@ -161,6 +164,22 @@ class Trial:
             return inputs, {**given, "attention_mask": mask[:, None]}
 
         self._change(attention).before.append(mask)
+        self.hidden.append((attention, is_hidden))
+
+    def is_idle(self, seen: Observation) -> bool:
+        """Whether the model computes for these tokens what it does without the trial."""
+        changes = sum(len(one.values) + len(one.before) + len(one.after) for one in self.changes.values())
+        if self.cache is not None or changes > len(self.hidden) or self.inputs(seen) != seen:
+            return False
+        at, sent = torch.arange(len(seen.token_ids)), torch.tensor([[seen.prompt_tokens]])
+        if self.positions is not None and not torch.equal(self.positions(at[None], sent).clamp(0), at[None]):
+            return False
+        later = at > at[:, None]
+        return all(
+            getattr(attention, "sliding_window", None) is None
+            and bool((is_hidden(at[:, None], at, sent[:, :, None]) == later).all())
+            for attention, is_hidden in self.hidden
+        )
 
     def call(self, module: nn.Module, forward: Callable[..., Any], inputs: Any, given: Any, plain: Any = None) -> Any:
         """What `module` returns under this trial; `plain`: without it, if that is known."""
@@ -186,6 +205,45 @@ class Trial:
         return out if self.inside is None else _choose(self.inside, self.wanted, out, plain)
 
 
+class KeptStates:
+    """The unchanged model's hidden states before its layers: a trial computes nothing before the first layer that it
+    changes. Same shapes, same kernels, so the same bits; the first trial that begins so is computed both ways."""
+
+    def __init__(self, model: Any) -> None:
+        self.layers: list[nn.Module] = [*(getattr(getattr(model, "model", None), "layers", None) or ())]
+        self._place = {part: at for at, layer in enumerate(self.layers) for part in layer.modules()}
+        ends = (getattr(getattr(model, "model", None), "norm", None), model.get_output_embeddings())
+        self._place |= {one: len(self.layers) for one in ends if one is not None}
+        self._states: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
+        self.is_right: bool | None = None  # None: not seen yet
+
+    def clear(self) -> None:
+        self._states.clear()
+
+    def first_changed(self, trial: Trial) -> int:
+        return min((self._place.get(one, 0) for one in trial.changes), default=0) if trial.positions is None else 0
+
+    @contextmanager
+    def skip(self, ids: Tensor, trial: Trial) -> Iterator[bool]:
+        """Layers before the trial's first one do not run where what they return is known, and are kept otherwise."""
+        end = 0 if self.is_right is False else self.first_changed(trial)
+        states = self._states.setdefault(tuple(map(tuple, ids.tolist())), []) if end else list[Tensor]()
+        while len(self._states) > GROUPS_KEPT:
+            self._states.pop(next(iter(self._states)))
+        known = min(len(states), end)
+
+        def run(at: int, forward: Callable[..., Any], *inputs: Any, **given: Any) -> Any:
+            if at >= known:
+                states.append(forward(*inputs, **given))
+            return states[max(at, known - 1)]
+
+        with ExitStack() as undo:
+            for at, layer in enumerate(self.layers[:end]):
+                undo.callback(delattr, layer, "forward")
+                layer.forward = partial(run, at, layer.forward)
+            yield known > 0
+
+
 def _choose(inside: Tensor, wanted: list[int], changed: Any, plain: Any) -> Any:
     def choose(one: Any, other: Any) -> Any:
         if not isinstance(one, Tensor):
@@ -206,6 +264,7 @@ class Reference:
         self.config: Any = model.config.get_text_config()
         self.source, self.adapter = source, adapter
         self._logits: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+        self.kept = KeptStates(model)
         self.saved: dict[str, Tensor] = {}  # weights before `expect` rounded them: engines quantise these
         # What engines serve by default; a loaded model's configuration has the dtype of loading instead.
         saved = getattr(self.config if source is None else load_config(source), "dtype", None)
@@ -233,6 +292,7 @@ class Reference:
                 self.saved[name] = parameter.data
             parameter.data = rounded
         self._logits.clear()
+        self.kept.clear()
 
     @contextmanager
     def in_dtype(self, dtype: str, *, are_tables_wide: bool = False) -> Iterator[None]:
@@ -354,8 +414,14 @@ def _compute_group(model: Any, chosen: Sequence[Observation], parts: Mapping[Tri
     is_whole = "logits_to_keep" not in signature(model.forward).parameters
     if not is_whole:
         given["logits_to_keep"] = torch.tensor(wanted)
-    with _run_under(parts, len(chosen)):
+    first = next(iter(parts), None)
+    kept = first.kept if first is not None and len(parts[first]) == len(chosen) else None
+    with nullcontext(False) if kept is None else kept.skip(ids, first) as is_short, _run_under(parts, len(chosen)):
         logits = model(ids, **given).logits
+    if kept is not None and is_short and kept.is_right is None:
+        with _run_under(parts, len(chosen)):
+            whole = model(ids, **given).logits
+        kept.is_right, logits = torch.equal(logits, whole), whole
     row = {place: place if is_whole else number for number, place in enumerate(wanted)}
     return [
         rows[torch.tensor([row[at - 1] for at in seen.positions])].float()
