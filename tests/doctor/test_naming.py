@@ -443,6 +443,29 @@ def test_a_trial_leaves_the_reference_as_it_was() -> None:
     assert all(torch.equal(before[name], value) for name, value in reference.model.state_dict().items())
 
 
+async def test_a_slow_model_is_searched_on_few_tokens() -> None:
+    """Those of one observation, with the numbers that they have among all."""
+    evidence = await gather(seeded("rope base").engine)
+    said = list[str]()
+    evidence.reference.on_progress = said.append
+    evidence.at_once = 1
+    short = evidence.shorten(24)
+    assert len(short.observations) == 1 and [*short.plain] == [*evidence.plain]
+    assert len(short.observations[0].positions) == 24
+    seen = short.observations[0]
+    (number,) = [n for n, one in enumerate(evidence.observations) if one.first(24) == seen]
+    mine = evidence.owner == number
+    kept = mine & (evidence.row < evidence.row[mine].min() + 24)
+    assert torch.equal(short.engine, evidence.engine[kept]) and torch.equal(short.held, evidence.held[kept])
+    one = next(one for one in list_hypotheses(evidence.reference, dtype="float32") if one.fault == "rope")
+    (whole,), (few,) = evidence.predict([(one, 2e4)], [number]), short.predict([(one, 2e4)], [0])
+    assert whole is not None and few is not None
+    torch.testing.assert_close(few, whole[kept], atol=1e-4, rtol=0)
+    found = judged(evidence, only="rope")
+    assert found.fault == "rope" and "rope base" in found.detail, found
+    assert any("causes tried" in line for line in said) and any("explains all" in line for line in said), said
+
+
 def test_a_trial_that_begins_at_its_first_layer_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part alone; the hidden states that one trial leaves serve the next."""
     reference = Reference(e.calculator())

@@ -9,6 +9,7 @@ else is `unknown`.
 import copy
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -136,6 +137,26 @@ class Evidence:
         found = copy.copy(self)
         found.order = order
         return found
+
+    def shorten(self, rows: int) -> Self:
+        """The first sampled tokens of the shortest observation that differs about as much as any; all if there is none."""
+        sizes = [self.size(self.e, self.owner == n) for n in range(len(self.observations))]
+        found: list[tuple[int, int, Tensor]] = []
+        for n, seen in enumerate(self.observations):
+            inside = (self.owner == n) & (self.row - int(self.row[self.owner == n].min()) < rows)
+            if not seen.is_prompt and len(seen.positions) >= rows and self.size(self.e, inside) >= 0.5 * max(sizes):
+                found.append((seen.positions[rows - 1], n, inside))
+        if not found:
+            return self
+        _, n, inside = min(found, key=lambda one: one[:2])
+        short = copy.copy(self)
+        short.observations = [self.observations[n].first(rows)]
+        for name, own in vars(self).items():
+            if isinstance(own, Tensor):
+                setattr(short, name, own[inside])
+        short.owner = short.owner * 0
+        short.plain = {order: ([logits[n][:rows]], truth[inside]) for order, (logits, truth) in self.plain.items()}
+        return short
 
     @property
     def other_order(self) -> str:
@@ -560,13 +581,20 @@ def _sampled(seen: Observation, x: float) -> tuple[int, int]:
 
 def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
-    few, more = (Tokens(data, least) for least in ((24, 100) if data.is_exact else (80, 160)))
+    is_slow = data.is_exact and data.at_once == 1
+    few = Tokens(data.shorten(24) if is_slow else data, 24 if data.is_exact else 80)
+    more = Tokens(data, 100 if data.is_exact else 160)
     every = Tokens(data, 10**9)
     visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())
     found, sizes, is_late = list[Fit](), list[Fit](), data.is_late
     asked = [_decode_alone(one) if is_late else one for one in hypotheses if one.units]
     queue, part = asked, few.whole  # of the difference, what is left without pairs of changes
+    start, waiting = time.monotonic(), len(asked)
     while queue:
+        waiting = min(waiting, len(queue))  # others are parts and forms of causes that are promising
+        done, each = len(asked) - waiting, (time.monotonic() - start) / max(1, len(asked) - waiting)
+        minutes = f", about {each * waiting / 60:.0f} min left" if done > 9 else ""
+        data.reference.on_progress(f"{queue[0].fault} ({done} of {len(asked)} causes tried{minutes})")
         some, queue = queue[: data.at_once], queue[data.at_once :]
         some = [few.choose_units(one, one.grid[0]) if one.is_partial else one for one in some]
         next_up: list[Hypothesis] = []
@@ -575,13 +603,14 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
                 continue  # shapes of this model do not allow it
             if hypothesis.is_general:  # before a norm, many parts have one size together
                 own = tried[hypothesis.grid[0]]
-                if any(data.size(own.residual - other.residual, few.inside) < data.limit for other in sizes):
+                if any(few.data.size(own.residual - other.residual, few.inside) < data.limit for other in sizes):
                     continue
                 sizes.append(own)
             best = few.fit_number(hypothesis, tried, max(few.alike, 0.4) if data.is_exact else few.alike)
             found.append(best)
             is_whole = best.left < (data.limit / 2 if data.is_exact else min(data.limit, 0.1 * few.whole))
             if is_whole and visible >= 2 * TOKENS and _explains_all(every, best):
+                data.reference.on_progress(f"{best.fault} explains all, which others do is tried")
                 found += list_equals(few, best, [*some[number + 1 :], *next_up, *queue])
                 next_up, queue = [], []
                 break

@@ -265,6 +265,7 @@ class Reference:
         self.source, self.adapter = source, adapter
         self._logits: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         self.kept = KeptStates(model)
+        self.on_progress: Callable[[str], None] = lambda _: None  # of a search that takes minutes
         self.saved: dict[str, Tensor] = {}  # weights before `expect` rounded them: engines quantise these
         # What engines serve by default; a loaded model's configuration has the dtype of loading instead.
         saved = getattr(self.config if source is None else load_config(source), "dtype", None)
