@@ -138,26 +138,6 @@ class Evidence:
         found.order = order
         return found
 
-    def shorten(self, rows: int) -> Self:
-        """The first sampled tokens of the shortest observation that differs about as much as any; all if there is none."""
-        sizes = [self.size(self.e, self.owner == n) for n in range(len(self.observations))]
-        found: list[tuple[int, int, Tensor]] = []
-        for n, seen in enumerate(self.observations):
-            inside = (self.owner == n) & (self.row - int(self.row[self.owner == n].min()) < rows)
-            if not seen.is_prompt and len(seen.positions) >= rows and self.size(self.e, inside) >= 0.5 * max(sizes):
-                found.append((seen.positions[rows - 1], n, inside))
-        if not found:
-            return self
-        _, n, inside = min(found, key=lambda one: one[:2])
-        short = copy.copy(self)
-        short.observations = [self.observations[n].first(rows)]
-        for name, own in vars(self).items():
-            if isinstance(own, Tensor):
-                setattr(short, name, own[inside])
-        short.owner = short.owner * 0
-        short.plain = {order: ([logits[n][:rows]], truth[inside]) for order, (logits, truth) in self.plain.items()}
-        return short
-
     @property
     def other_order(self) -> str:
         return next(order for order in self.plain if order not in ("", self.order))
@@ -233,7 +213,7 @@ class Evidence:
             trial.kept = self.reference.kept
         asked, seen = [one for one, _ in tried], self.observations
         places = [(k, n) for k, one in enumerate(asked) for n in only if not (one.is_sampling and seen[n].is_prompt)]
-        wanted = [(k, n) for k, n in places if not asked[k].is_output and not trials[k].is_idle(seen[n])]
+        wanted = [(k, n) for k, n in places if not asked[k].is_output]
         rows = compute_batch(self.reference.model, [seen[n] for _, n in wanted], [trials[k] for k, _ in wanted])
         computed, found = dict(zip(wanted, rows, strict=True)), [truth.clone() for _ in tried]
         for number, n in places:
@@ -422,11 +402,15 @@ class Tokens:
     """Observations of a search, and their half of the fit: those with most of the difference per token."""
 
     def __init__(self, data: Evidence, least: int) -> None:
-        def worth(n: int) -> float:
-            seen = data.observations[n]
-            return data.size(data.e, data.owner == n) * len(seen.positions) / len(seen.token_ids)
+        sizes = [data.size(data.e, data.owner == n) for n in range(len(data.observations))]
 
-        ordered = sorted(range(len(data.observations)), key=worth, reverse=True)
+        def cost(n: int) -> tuple[bool, float]:
+            seen = data.observations[n]
+            if data.at_once == 1:  # a trial takes long: the shortest of those that differ about as much as any
+                return 2 * sizes[n] < max(sizes), len(seen.token_ids)
+            return False, -sizes[n] * len(seen.positions) / len(seen.token_ids)
+
+        ordered = sorted(range(len(sizes)), key=cost)
         rows = torch.tensor([len(data.observations[n].positions) for n in ordered]).cumsum(0)
         self.data, self.only = data, ordered[: 1 + int((rows < least).sum())]
         self.inside = torch.isin(data.owner, torch.tensor(self.only)) & ~data.held
@@ -581,9 +565,7 @@ def _sampled(seen: Observation, x: float) -> tuple[int, int]:
 
 def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     """The best hypotheses over all tokens, best first; each is tried on few tokens first."""
-    is_slow = data.is_exact and data.at_once == 1
-    few = Tokens(data.shorten(24) if is_slow else data, 24 if data.is_exact else 80)
-    more = Tokens(data, 100 if data.is_exact else 160)
+    few, more = (Tokens(data, least) for least in ((24, 100) if data.is_exact else (80, 160)))
     every = Tokens(data, 10**9)
     visible = int((data.e.abs() > 6 * data.spread)[data.held & data.is_chosen].sum())
     found, sizes, is_late = list[Fit](), list[Fit](), data.is_late
@@ -592,9 +574,9 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     start, waiting = time.monotonic(), len(asked)
     while queue:
         waiting = min(waiting, len(queue))  # others are parts and forms of causes that are promising
-        done, each = len(asked) - waiting, (time.monotonic() - start) / max(1, len(asked) - waiting)
-        minutes = f", about {each * waiting / 60:.0f} min left" if done > 9 else ""
-        data.reference.on_progress(f"{queue[0].fault} ({done} of {len(asked)} causes tried{minutes})")
+        done = len(asked) - waiting
+        minutes = (time.monotonic() - start) * waiting / max(1, done) / 60
+        data.reference.on_progress(f"{done} of {len(asked)} causes tried, at most {minutes:.0f} min left")
         some, queue = queue[: data.at_once], queue[data.at_once :]
         some = [few.choose_units(one, one.grid[0]) if one.is_partial else one for one in some]
         next_up: list[Hypothesis] = []
@@ -603,14 +585,13 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
                 continue  # shapes of this model do not allow it
             if hypothesis.is_general:  # before a norm, many parts have one size together
                 own = tried[hypothesis.grid[0]]
-                if any(few.data.size(own.residual - other.residual, few.inside) < data.limit for other in sizes):
+                if any(data.size(own.residual - other.residual, few.inside) < data.limit for other in sizes):
                     continue
                 sizes.append(own)
             best = few.fit_number(hypothesis, tried, max(few.alike, 0.4) if data.is_exact else few.alike)
             found.append(best)
             is_whole = best.left < (data.limit / 2 if data.is_exact else min(data.limit, 0.1 * few.whole))
             if is_whole and visible >= 2 * TOKENS and _explains_all(every, best):
-                data.reference.on_progress(f"{best.fault} explains all, which others do is tried")
                 found += list_equals(few, best, [*some[number + 1 :], *next_up, *queue])
                 next_up, queue = [], []
                 break

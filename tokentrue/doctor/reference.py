@@ -113,8 +113,7 @@ class Trial:
         self.reports: Callable[[Tensor, Observation, Tensor], Tensor] | None = None
         self.align = 0  # each log-probability is that of the token so many places on
         self.span: Callable[[Observation], tuple[int, int]] | None = None  # of tokens under the change; others are not
-        self.hidden: list[tuple[nn.Module, Callable[[Tensor, Tensor, Tensor], Tensor]]] = []  # what `hide` was given
-        self.kept: KeptStates | None = None  # hidden states of the unchanged model, which trials may begin with
+        self.kept: KeptStates | None = None
         self.sent = torch.zeros(1, 1, dtype=torch.long)  # prompt lengths of the rows that run
         self.wanted: list[int] = []  # places whose logits are computed
         self.inside: Tensor | None = None  # `[B, L]`, tokens of these rows in the span
@@ -164,22 +163,6 @@ class Trial:
             return inputs, {**given, "attention_mask": mask[:, None]}
 
         self._change(attention).before.append(mask)
-        self.hidden.append((attention, is_hidden))
-
-    def is_idle(self, seen: Observation) -> bool:
-        """Whether the model computes for these tokens what it does without the trial."""
-        changes = sum(len(one.values) + len(one.before) + len(one.after) for one in self.changes.values())
-        if self.cache is not None or changes > len(self.hidden) or self.inputs(seen) != seen:
-            return False
-        at, sent = torch.arange(len(seen.token_ids)), torch.tensor([[seen.prompt_tokens]])
-        if self.positions is not None and not torch.equal(self.positions(at[None], sent).clamp(0), at[None]):
-            return False
-        later = at > at[:, None]
-        return all(
-            getattr(attention, "sliding_window", None) is None
-            and bool((is_hidden(at[:, None], at, sent[:, :, None]) == later).all())
-            for attention, is_hidden in self.hidden
-        )
 
     def call(self, module: nn.Module, forward: Callable[..., Any], inputs: Any, given: Any, plain: Any = None) -> Any:
         """What `module` returns under this trial; `plain`: without it, if that is known."""
@@ -206,36 +189,33 @@ class Trial:
 
 
 class KeptStates:
-    """The unchanged model's hidden states before its layers: a trial computes nothing before the first layer that it
-    changes. Same shapes, same kernels, so the same bits; the first trial that begins so is computed both ways."""
+    """Hidden states of the unchanged model: a trial computes no layer before the first one that it changes. The same
+    shapes give the same bits; the first trial that begins so is computed both ways, and where they differ none does."""
 
     def __init__(self, model: Any) -> None:
-        self.layers: list[nn.Module] = [*(getattr(getattr(model, "model", None), "layers", None) or ())]
+        inner = getattr(model, "model", None)
+        self.layers: list[nn.Module] = [*(getattr(inner, "layers", None) or ())]
         self._place = {part: at for at, layer in enumerate(self.layers) for part in layer.modules()}
-        ends = (getattr(getattr(model, "model", None), "norm", None), model.get_output_embeddings())
-        self._place |= {one: len(self.layers) for one in ends if one is not None}
-        self._states: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
-        self.is_right: bool | None = None  # None: not seen yet
-
-    def clear(self) -> None:
-        self._states.clear()
-
-    def first_changed(self, trial: Trial) -> int:
-        return min((self._place.get(one, 0) for one in trial.changes), default=0) if trial.positions is None else 0
+        for one in (getattr(inner, "norm", None), model.get_output_embeddings()):
+            self._place[one] = len(self.layers)
+        self._outputs: dict[tuple[int, ...], list[Any]] = {}  # of layers, by the ids of a group
+        self.is_right: bool | None = None
 
     @contextmanager
     def skip(self, ids: Tensor, trial: Trial) -> Iterator[bool]:
-        """Layers before the trial's first one do not run where what they return is known, and are kept otherwise."""
-        end = 0 if self.is_right is False else self.first_changed(trial)
-        states = self._states.setdefault(tuple(map(tuple, ids.tolist())), []) if end else list[Tensor]()
-        while len(self._states) > GROUPS_KEPT:
-            self._states.pop(next(iter(self._states)))
-        known = min(len(states), end)
+        end = 0 if trial.positions else min((self._place.get(one, 0) for one in trial.changes), default=0)
+        if self.is_right is False or not end:
+            yield False
+            return
+        if len(self._outputs) > GROUPS_KEPT:
+            self._outputs.clear()
+        outputs = self._outputs.setdefault((len(ids), *ids.flatten().tolist()), [])
+        known = min(len(outputs), end)
 
         def run(at: int, forward: Callable[..., Any], *inputs: Any, **given: Any) -> Any:
             if at >= known:
-                states.append(forward(*inputs, **given))
-            return states[max(at, known - 1)]
+                outputs.append(forward(*inputs, **given))
+            return outputs[max(at, known - 1)]
 
         with ExitStack() as undo:
             for at, layer in enumerate(self.layers[:end]):
@@ -293,7 +273,7 @@ class Reference:
                 self.saved[name] = parameter.data
             parameter.data = rounded
         self._logits.clear()
-        self.kept.clear()
+        self.kept = KeptStates(self.model)
 
     @contextmanager
     def in_dtype(self, dtype: str, *, are_tables_wide: bool = False) -> Iterator[None]:
