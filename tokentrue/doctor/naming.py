@@ -576,7 +576,7 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
         waiting = min(waiting, len(queue))  # others are parts and forms of causes that are promising
         done = len(asked) - waiting
         minutes = (time.monotonic() - start) * waiting / max(1, done) / 60
-        data.reference.on_progress(f"{done} of {len(asked)} causes tried, at most {minutes:.0f} min left")
+        data.reference.on_progress(f"{done} of {len(asked)} causes tried, about {minutes:.0f} min left")
         some, queue = queue[: data.at_once], queue[data.at_once :]
         some = [few.choose_units(one, one.grid[0]) if one.is_partial else one for one in some]
         next_up: list[Hypothesis] = []
