@@ -195,7 +195,7 @@ class KeptStates:
     def __init__(self, model: Any) -> None:
         inner = getattr(model, "model", None)
         self.layers: list[nn.Module] = [*(getattr(inner, "layers", None) or ())]
-        self._place = {part: at for at, layer in enumerate(self.layers) for part in layer.modules()}
+        self._place: dict[Any, int] = {part: at for at, layer in enumerate(self.layers) for part in layer.modules()}
         for one in (getattr(inner, "norm", None), model.get_output_embeddings()):
             self._place[one] = len(self.layers)
         self._outputs: dict[tuple[int, ...], list[Any]] = {}  # of layers, by the ids of a group
@@ -395,9 +395,10 @@ def _compute_group(model: Any, chosen: Sequence[Observation], parts: Mapping[Tri
     is_whole = "logits_to_keep" not in signature(model.forward).parameters
     if not is_whole:
         given["logits_to_keep"] = torch.tensor(wanted)
-    first = next(iter(parts), None)
-    kept = first.kept if first is not None and len(parts[first]) == len(chosen) else None
-    with nullcontext(False) if kept is None else kept.skip(ids, first) as is_short, _run_under(parts, len(chosen)):
+    alone = next((trial for trial, rows in parts.items() if len(rows) == len(chosen)), None)
+    kept = None if alone is None else alone.kept
+    skip = nullcontext(False) if alone is None or kept is None else kept.skip(ids, alone)
+    with skip as is_short, _run_under(parts, len(chosen)):
         logits = model(ids, **given).logits
     if kept is not None and is_short and kept.is_right is None:
         with _run_under(parts, len(chosen)):
