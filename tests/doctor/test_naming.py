@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.doctor import eighth_set, fifth_set, fourth_set, reported, seventh_set, third_set
 from tests.doctor import engines as e
@@ -20,7 +22,7 @@ from tokentrue.doctor.exam import STORY, EngineRoutes, Examination
 from tokentrue.doctor.findings import fault, ok, settle
 from tokentrue.doctor.hypotheses import list_hypotheses
 from tokentrue.doctor.interface import gather_observations, probe_meaning
-from tokentrue.doctor.naming import Evidence, judge, judge_draws
+from tokentrue.doctor.naming import Evidence, Tokens, judge, judge_draws
 from tokentrue.doctor.reference import Observation
 from tokentrue.doctor.weights import _draws
 from tokentrue.providers.hf import filter_logprobs
@@ -453,6 +455,39 @@ def test_a_trial_leaves_the_reference_as_it_was() -> None:
         assert torch.equal(reference.logprobs([seen]), truth), hypothesis.label
     assert moved > 40
     assert all(torch.equal(before[name], value) for name, value in reference.model.state_dict().items())
+
+
+async def test_a_slow_model_is_searched_on_its_shortest_answers() -> None:
+    evidence, said = await gather(seeded("rope base").engine), list[str]()
+    evidence = Evidence(evidence.reference, evidence.observations[::-1], "float32")
+    evidence.at_once, evidence.reference.on_progress = 1, said.append
+    assert Tokens(evidence, 24).only == [2] and Tokens(evidence, 100).only == [2, 1, 0]
+    found = judged(evidence, only="rope")
+    assert found.fault == "rope" and "rope base" in found.detail, found
+    assert any("causes tried, about" in line for line in said), said
+    # An answer that hardly differs says nothing, however short it is.
+    evidence.engine = torch.where(evidence.owner == 2, evidence.truth + 0.1 * evidence.e, evidence.engine)
+    assert Tokens(evidence, 24).only == [1]
+
+
+def test_a_trial_that_begins_at_its_first_layer_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part alone; the hidden states that one trial leaves serve the next."""
+    reference = Reference(e.calculator())
+    seen = Observation(token_ids=tuple(range(3, 23)), positions=(18, 19), logprobs=(-1.0, -1.0), prompt_tokens=18)
+    evidence = Evidence(reference, [seen], "float32")
+    hypotheses = [one for one in list_hypotheses(reference, specials=(1,), dtype="float32") if len(one.units) > 1]
+    parts = [(one.within([name]), one.grid[0]) for one in hypotheses[::3] for name in [*one.units][-1:0:-7]]
+    runs, name, found = Counter[str](), "", dict[str, list[Tensor | None]]()
+    for layer in reference.model.model.layers:
+        layer.self_attn.register_forward_hook(lambda *_: runs.update([name]))
+    for name in ("short", "whole"):
+        if name == "whole":
+            monkeypatch.setattr(reference.kept, "is_right", False)
+        found[name] = [evidence.predict([part], [0])[0] for part in parts]
+        assert len(parts) > 20 and reference.kept.is_right == (name == "short")
+    assert runs["short"] < 0.8 * runs["whole"]
+    for one, other in zip(found["short"], found["whole"], strict=True):
+        assert (one is other is None) or (one is not None and other is not None and torch.equal(one, other))
 
 
 def test_every_hypothesis_has_a_cause_and_a_cure() -> None:

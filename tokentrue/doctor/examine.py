@@ -43,6 +43,7 @@ async def examine(
         seed=seed,
     )
     reference.expect(exam.dtype)
+    reference.on_progress = on_progress
     facts = {"dtype expected": exam.dtype}
     try:
         facts |= {key: str(value) for key, value in (await provider.health()).items()}

@@ -9,6 +9,7 @@ else is `unknown`.
 import copy
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -208,6 +209,8 @@ class Evidence:
         self, tried: Sequence[tuple[Hypothesis, float]], only: Sequence[int], plain: Sequence[Tensor], truth: Tensor
     ) -> list[Tensor]:
         trials = [hypothesis.make_trial(self.reference, x) for hypothesis, x in tried]
+        for trial in trials if plain is self.plain[""][0] else ():
+            trial.kept = self.reference.kept
         asked, seen = [one for one, _ in tried], self.observations
         places = [(k, n) for k, one in enumerate(asked) for n in only if not (one.is_sampling and seen[n].is_prompt)]
         wanted = [(k, n) for k, n in places if not asked[k].is_output]
@@ -399,11 +402,15 @@ class Tokens:
     """Observations of a search, and their half of the fit: those with most of the difference per token."""
 
     def __init__(self, data: Evidence, least: int) -> None:
-        def worth(n: int) -> float:
-            seen = data.observations[n]
-            return data.size(data.e, data.owner == n) * len(seen.positions) / len(seen.token_ids)
+        sizes = [data.size(data.e, data.owner == n) for n in range(len(data.observations))]
 
-        ordered = sorted(range(len(data.observations)), key=worth, reverse=True)
+        def cost(n: int) -> tuple[bool, float]:
+            seen = data.observations[n]
+            if data.at_once == 1:  # a trial takes long: the shortest of those that differ about as much as any
+                return 2 * sizes[n] < max(sizes), len(seen.token_ids)
+            return False, -sizes[n] * len(seen.positions) / len(seen.token_ids)
+
+        ordered = sorted(range(len(sizes)), key=cost)
         rows = torch.tensor([len(data.observations[n].positions) for n in ordered]).cumsum(0)
         self.data, self.only = data, ordered[: 1 + int((rows < least).sum())]
         self.inside = torch.isin(data.owner, torch.tensor(self.only)) & ~data.held
@@ -473,9 +480,15 @@ class Tokens:
         scale = 1 / (data.spread.square() + (0.3 * data.e).square()).sqrt()[inside]
         target, spread, truth = data.e[inside].clamp(-WORST, WORST), data.spread[inside], data.truth
 
+        known = dict[frozenset[str], Tensor]()
+
         def compute_effects(sets: Sequence[Iterable[str]]) -> list[Tensor]:
-            predicted = data.predict([(hypothesis.within(names), x) for names in sets], self.only)
-            return [((truth if one is None else one) - truth)[inside].clamp(-WORST, WORST) for one in predicted]
+            asked = [*map(frozenset, sets)]
+            new = [names for names in dict.fromkeys(asked) if names not in known]
+            predicted = data.predict([(hypothesis.within(names), x) for names in new], self.only)
+            for names, one in zip(new, predicted, strict=True):
+                known[names] = ((truth if one is None else one) - truth)[inside].clamp(-WORST, WORST)
+            return [known[names] for names in asked]
 
         def cost_of(effect: Tensor) -> float:
             return float(((target - effect) / spread).abs().sum())
@@ -558,7 +571,12 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
     found, sizes, is_late = list[Fit](), list[Fit](), data.is_late
     asked = [_decode_alone(one) if is_late else one for one in hypotheses if one.units]
     queue, part = asked, few.whole  # of the difference, what is left without pairs of changes
+    start, waiting = time.monotonic(), len(asked)
     while queue:
+        waiting = min(waiting, len(queue))  # others are parts and forms of causes that are promising
+        done = len(asked) - waiting
+        minutes = (time.monotonic() - start) * waiting / max(1, done) / 60
+        data.reference.on_progress(f"{done} of {len(asked)} causes tried, about {minutes:.0f} min left")
         some, queue = queue[: data.at_once], queue[data.at_once :]
         some = [few.choose_units(one, one.grid[0]) if one.is_partial else one for one in some]
         next_up: list[Hypothesis] = []

@@ -29,6 +29,7 @@ from tokentrue.records import record
 from tokentrue.types import Completion
 
 Rounding = Callable[[Tensor], Tensor]
+GROUPS_KEPT = 8  # of observations that run together
 
 
 @record
@@ -112,6 +113,7 @@ class Trial:
         self.reports: Callable[[Tensor, Observation, Tensor], Tensor] | None = None
         self.align = 0  # each log-probability is that of the token so many places on
         self.span: Callable[[Observation], tuple[int, int]] | None = None  # of tokens under the change; others are not
+        self.kept: KeptStates | None = None
         self.sent = torch.zeros(1, 1, dtype=torch.long)  # prompt lengths of the rows that run
         self.wanted: list[int] = []  # places whose logits are computed
         self.inside: Tensor | None = None  # `[B, L]`, tokens of these rows in the span
@@ -186,6 +188,42 @@ class Trial:
         return out if self.inside is None else _choose(self.inside, self.wanted, out, plain)
 
 
+class KeptStates:
+    """Hidden states of the unchanged model: a trial computes no layer before the first one that it changes. The same
+    shapes give the same bits; the first trial that begins so is computed both ways, and where they differ none does."""
+
+    def __init__(self, model: Any) -> None:
+        inner = getattr(model, "model", None)
+        self.layers: list[nn.Module] = [*(getattr(inner, "layers", None) or ())]
+        self._place: dict[Any, int] = {part: at for at, layer in enumerate(self.layers) for part in layer.modules()}
+        for one in (getattr(inner, "norm", None), model.get_output_embeddings()):
+            self._place[one] = len(self.layers)
+        self._outputs: dict[tuple[int, ...], list[Any]] = {}  # of layers, by the ids of a group
+        self.is_right: bool | None = None
+
+    @contextmanager
+    def skip(self, ids: Tensor, trial: Trial) -> Iterator[bool]:
+        end = 0 if trial.positions else min((self._place.get(one, 0) for one in trial.changes), default=0)
+        if self.is_right is False or not end:
+            yield False
+            return
+        if len(self._outputs) > GROUPS_KEPT:
+            self._outputs.clear()
+        outputs = self._outputs.setdefault((len(ids), *ids.flatten().tolist()), [])
+        known = min(len(outputs), end)
+
+        def run(at: int, forward: Callable[..., Any], *inputs: Any, **given: Any) -> Any:
+            if at >= known:
+                outputs.append(forward(*inputs, **given))
+            return outputs[max(at, known - 1)]
+
+        with ExitStack() as undo:
+            for at, layer in enumerate(self.layers[:end]):
+                undo.callback(delattr, layer, "forward")
+                layer.forward = partial(run, at, layer.forward)
+            yield known > 0
+
+
 def _choose(inside: Tensor, wanted: list[int], changed: Any, plain: Any) -> Any:
     def choose(one: Any, other: Any) -> Any:
         if not isinstance(one, Tensor):
@@ -206,6 +244,8 @@ class Reference:
         self.config: Any = model.config.get_text_config()
         self.source, self.adapter = source, adapter
         self._logits: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+        self.kept = KeptStates(model)
+        self.on_progress: Callable[[str], None] = lambda _: None  # of a search that takes minutes
         self.saved: dict[str, Tensor] = {}  # weights before `expect` rounded them: engines quantise these
         # What engines serve by default; a loaded model's configuration has the dtype of loading instead.
         saved = getattr(self.config if source is None else load_config(source), "dtype", None)
@@ -233,6 +273,7 @@ class Reference:
                 self.saved[name] = parameter.data
             parameter.data = rounded
         self._logits.clear()
+        self.kept = KeptStates(self.model)
 
     @contextmanager
     def in_dtype(self, dtype: str, *, are_tables_wide: bool = False) -> Iterator[None]:
@@ -354,8 +395,15 @@ def _compute_group(model: Any, chosen: Sequence[Observation], parts: Mapping[Tri
     is_whole = "logits_to_keep" not in signature(model.forward).parameters
     if not is_whole:
         given["logits_to_keep"] = torch.tensor(wanted)
-    with _run_under(parts, len(chosen)):
+    alone = next((trial for trial, rows in parts.items() if len(rows) == len(chosen)), None)
+    kept = None if alone is None else alone.kept
+    skip = nullcontext(False) if alone is None or kept is None else kept.skip(ids, alone)
+    with skip as is_short, _run_under(parts, len(chosen)):
         logits = model(ids, **given).logits
+    if kept is not None and is_short and kept.is_right is None:
+        with _run_under(parts, len(chosen)):
+            whole = model(ids, **given).logits
+        kept.is_right, logits = torch.equal(logits, whole), whole
     row = {place: place if is_whole else number for number, place in enumerate(wanted)}
     return [
         rows[torch.tensor([row[at - 1] for at in seen.positions])].float()
