@@ -38,7 +38,7 @@ PAGES, CHUNKS = (4, 8, 16, 32, 64), (16, 32, 64, 128, 256, 512)
 FEW = (1, 2, 4, 8, 16, 32)
 LAST = ("o_proj.weight", "down_proj.weight")  # whose sums tensor parallelism splits
 TURNS = ("positions", "frequencies", "angles", "cosines and sines")  # in the order in which they are computed
-ROUTING = ("products", "logits", "probabilities", "weights")
+STEPS = ("products", "logits", "probabilities", "weights")
 LAYERS = r"(^|\.)(layers|h|blocks)\.\d+$"
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 FILTERS: Mapping[str, Sequence[float]] = {
@@ -182,6 +182,10 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
     def keep(first: int, seen: Observation, x: int) -> Observation:
         return seen.edit(first, max(0, seen.prompt_tokens - first - x))
 
+    def fill(token: int, is_multiple: bool, seen: Observation, x: float) -> Observation:
+        missing = x - seen.prompt_tokens
+        return seen.edit(0, 0, (token,) * int(missing % x if is_multiple else max(0, missing)))
+
     def rewrite(to: Rewrite, seen: Observation, x: float) -> Observation:
         return seen.edit(0, seen.prompt_tokens, to(seen.token_ids[: seen.prompt_tokens]))
 
@@ -205,6 +209,8 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
         *(("inputs", "bos_added", "token {x:.0f} before the prompt", lambda seen, x: seen.edit(0, 0, (x,)), specials) for _ in specials[:1]),
         *(("inputs", "context_truncated", f"the first {first} and the last {{x:.0f}} prompt tokens", partial(keep, first), LENGTHS, "whole", SAMPLING) for first in (0, 1, 4, 16, 32, 64)),
         ("inputs", "context_truncated", "the first {x:.0f} prompt tokens", lambda seen, x: keep(int(x), seen, 0), LENGTHS, "whole", SAMPLING),
+        *(("inputs", "attention_mask", f"tokens {token} that fill prompts up {words} {{x:.0f}} are seen", partial(fill, token, is_multiple), (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 192, 256, 512), SAMPLING)
+          for token in specials[:4] for words, is_multiple in (("to a multiple of", True), ("to", False))),
         ("positions", "decode_positions", "positions of sampled tokens moved by {x:.0f}", lambda i, n, x: i + x * (i >= n), shifts, "whole"),
         ("positions", "decode_positions", "positions after the first sampled token moved by {x:.0f}", lambda i, n, x: i + x * (i > n), shifts, "whole"),
         ("positions", "decode_positions", "sampled tokens beyond position {x:+.0f} from the prompt's end have that one", lambda i, n, x: i.minimum(n + x), (0, -1)),
@@ -214,7 +220,6 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
         ("outputs", "stop_banned", "stop tokens removed from the first {x:.0f} tokens", ban, (4, 8, 16, 32, 9999), "whole", SAMPLING),
         *(("outputs", "sampled_penalty", f"a {name} penalty of {{x:.3g}}", partial(penalise, name, start), grid, "real", SAMPLING) for name, (start, grid) in PENALTIES.items()),
         ("outputs", "sampled_penalty", "no {x:.0f} tokens that were there before", ban_runs, range(1, 7), SAMPLING),
-        *(("outputs", "head_dtype", f"logits rounded to {name}", lambda z, seen, x, to=to: to(z), ROUNDING | NARROWED) for name, to in NARROW.items()),
     ]  # fmt: skip
     yield from _read(rows, _on)
     for name, grid in FILTERS.items():
@@ -244,6 +249,16 @@ def biased(bias: Mapping[int, float]) -> Hypothesis:
     add = lambda z, seen, x: z.index_add(1, ids, by.to(z.dtype).expand(len(z), -1))  # noqa: E731
     shown = ", ".join(f"{token}: {value:+.3g}" for token, value in [*bias.items()][:6])
     return _on("outputs", "logit_bias", f"a bias on the logits of {len(bias)} tokens ({shown})", add)
+
+
+def constant(value: float) -> Hypothesis:
+    """Entries that were reported so, to a millionth."""
+
+    def report(own: Tensor, seen: Observation, z: Tensor, x: float) -> Tensor:
+        told = seen.targets[2]
+        return torch.where((told - value).abs() < 1e-6, told, own)
+
+    return _on("reports", "bad_logprobs", f"{value:.6g} in place of some log-probabilities", report)
 
 
 def edited(edits: Mapping[tuple[int, ...], Observation], label: str, fault: str) -> Hypothesis:
@@ -738,9 +753,9 @@ def _list_experts(model: nn.Module, config: Any) -> Rows:
     for words, by in ways.items():
         change = _out(lambda inputs, out, x, by=by: (out[0], by(out[0].gather(-1, out[2])), out[2]), is_whole=True)
         yield "expert_weights", f"expert weights: {words}", _at(routers, change)
-    for parts in (ROUTING[first:end] for first, end in combinations(range(5), 2)):
+    for parts in (STEPS[first:end] for first, end in combinations(range(5), 2)):
         for name, to in NARROW.items():
-            change = partial(_narrow_router, to, parts)
+            change = partial(_narrow, to, parts)
             yield (
                 "router_dtype",
                 f"the router's {', '.join(parts)} in {name}",
@@ -782,31 +797,31 @@ def _list_experts(model: nn.Module, config: Any) -> Rows:
     yield "weights_missing", "experts set to 0", missing, PARTIAL
 
 
-def _narrow_router(to: Rounding, parts: Sequence[str], router: Any, trial: Trial, x: float) -> None:
-    own = copy.deepcopy(router)
+def _narrow(to: Rounding, parts: Sequence[str], module: Any, trial: Trial, x: float) -> None:
+    def run(inputs: Any, output: Any) -> Any:
+        with RoundedParts(to, parts):
+            return type(module).forward(module, *inputs)
 
-    def route(inputs: Any, output: Any) -> Any:
-        with RoundedRouting(to, parts):
-            return own(*inputs)
-
-    trial.hook(router, route, is_whole=True)
+    trial.hook(module, run, is_whole=True)
 
 
-class RoundedRouting(TorchFunctionMode):
+class RoundedParts(TorchFunctionMode):
+    """Of a router or an output layer, some of `STEPS` in 16 bits."""
+
     def __init__(self, to: Rounding, parts: Sequence[str]) -> None:
         super().__init__()
         self.to, self.parts = to, parts
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        def rounded(part: str, value: Any) -> Any:
-            is_real = isinstance(value, Tensor) and value.is_floating_point() and part in self.parts
+        def rounded(step: str, value: Any) -> Any:
+            is_real = isinstance(value, Tensor) and value.is_floating_point() and step in self.parts
             return self.to(value) if is_real else value
 
         name = getattr(func, "__name__", "")
         if name == "linear":
             return rounded("logits", func(*(rounded("products", one) for one in args), **(kwargs or {})))
-        part = "probabilities" if name in ("softmax", "sigmoid") else "weights"
-        return tree_map(partial(rounded, part), func(*args, **(kwargs or {})))
+        step = "probabilities" if name in ("softmax", "sigmoid") else "weights"
+        return tree_map(partial(rounded, step), func(*args, **(kwargs or {})))
 
 
 # Quantised weights, activations and caches; coarser dtypes.
@@ -851,9 +866,17 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     for name, to in NARROW.items():
         load, states = (lambda own, x, to=to: to(own)), (lambda inputs, output, x, to=to: to(output))
         yield Hypothesis(f"dtype_{name}", f"weights rounded to {name}", _put_all(places, load))
-        project = _at({"": head}, partial(_narrow_head, to))
-        yield Hypothesis("head_dtype", f"the output layer in {name}", project, is_rounding=True)
+        for parts in (STEPS[:2], STEPS[1:2]):
+            project = _at({"": head}, partial(_narrow, to, parts))
+            yield Hypothesis(
+                "head_dtype", f"the output layer's {' and '.join(parts)} in {name}", project, is_rounding=True
+            )
         yield Hypothesis(f"dtype_{name}", f"the residual stream in {name}", _at(stream, _out(states)), is_rounding=True)
+        own = _find(model, "_proj$")
+        products = _at(
+            {at: one for at, one in own.items() if isinstance(one, nn.Linear)}, partial(_narrow, to, STEPS[:2])
+        )
+        yield Hypothesis(f"dtype_{name}", f"matrix products in {name}", products, is_rounding=True)
     coarse = {at: one for at, one in inner.items() if at.endswith(".weight")}
     products = _put_all(coarse, lambda own, x: tf32(own)) | inputs(tf32)
     yield Hypothesis("dtype_tf32", "matrix products in TF32", products, is_rounding=True)
@@ -900,12 +923,6 @@ def _join(places: Mapping[str, Place], to: Rounding, first: Rounding = lambda ow
             trial.set(one.module, one.attribute, value)
 
     return {name: partial(apply, parts) for name, parts in groups.items()}
-
-
-def _narrow_head(to: Rounding, head: nn.Module, trial: Trial, x: float) -> None:
-    trial.set(head, "weight", to(trial.get(head, "weight")))
-    trial.hook_inputs(head, to)
-    trial.hook(head, lambda inputs, output: to(output))
 
 
 def _first_of(forms: Rows) -> list[Hypothesis]:
