@@ -872,11 +872,6 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
                 "head_dtype", f"the output layer's {' and '.join(parts)} in {name}", project, is_rounding=True
             )
         yield Hypothesis(f"dtype_{name}", f"the residual stream in {name}", _at(stream, _out(states)), is_rounding=True)
-        own = _find(model, "_proj$")
-        products = _at(
-            {at: one for at, one in own.items() if isinstance(one, nn.Linear)}, partial(_narrow, to, STEPS[:2])
-        )
-        yield Hypothesis(f"dtype_{name}", f"matrix products in {name}", products, is_rounding=True)
     coarse = {at: one for at, one in inner.items() if at.endswith(".weight")}
     products = _put_all(coarse, lambda own, x: tf32(own)) | inputs(tf32)
     yield Hypothesis("dtype_tf32", "matrix products in TF32", products, is_rounding=True)
