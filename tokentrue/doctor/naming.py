@@ -589,8 +589,8 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
             best = few.fit_number(hypothesis, tried, max(few.alike, 0.4) if data.is_exact else few.alike)
             ties = [one for one in tried.values() if one.left <= best.left + data.limit / 10]
             if len(ties) > 1 and best.left < few.whole / 2:  # numbers that few tokens do not tell apart
-                x = every.sort(ties)[0].x
-                best = next(one for one in ties if one.x == x)
+                for again in every.sort(ties)[:1]:
+                    best = next(one for one in ties if one.x == again.x)
             found.append(best)
             is_whole = best.left < (data.limit / 2 if data.is_exact else min(data.limit, 0.1 * few.whole))
             if is_whole and visible >= 2 * TOKENS and _explains_all(every, best):
