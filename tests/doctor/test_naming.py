@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.doctor import eighth_set, fifth_set, fourth_set, reported, seventh_set, third_set
+from tests.doctor import eighth_set, fifth_set, fourth_set, ninth_set, reported, seventh_set, third_set
 from tests.doctor import engines as e
 from tests.doctor.ninth_set import SilentFilters
 from tests.doctor.seventh_set import Plain
@@ -25,7 +26,7 @@ from tokentrue.doctor.interface import gather_observations, probe_meaning
 from tokentrue.doctor.naming import Evidence, Tokens, judge, judge_draws
 from tokentrue.doctor.reference import Observation
 from tokentrue.doctor.weights import _draws
-from tokentrue.providers.hf import filter_logprobs
+from tokentrue.providers.hf import HFProvider, filter_logprobs
 from tokentrue.renderers import load_renderer
 from tokentrue.types import Sampling
 
@@ -37,13 +38,15 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-async def gather(engine: reported.Engine, dtype: str = "float32", tokens: int = 40) -> Evidence:
+async def gather(
+    engine: HFProvider, dtype: str = "float32", tokens: int = 40, reference: Reference | None = None
+) -> Evidence:
     ids = list(load_renderer(str(e.CALCULATOR)).render([{"role": "user", "content": STORY}]).token_ids)
     seen: list[Observation] = []
     for cut in (30, 50, 70):
         sampling = Sampling(max_tokens=tokens, seed=cut, top_logprobs=4)
         seen.append(Observation.from_completion(ids[:cut], await engine.generate(ids[:cut], sampling)))
-    reference = Reference(e.calculator())
+    reference = reference or Reference(e.calculator())
     reference.expect(dtype)
     return Evidence(reference, seen, dtype)
 
@@ -56,7 +59,7 @@ def judged(
     hypotheses = list_hypotheses(
         evidence.reference, previous=previous, specials=(0, 1, 2), stops=(2,), dtype=evidence.dtype
     )
-    chosen = [one for one in hypotheses if only in one.fault and words in one.label]
+    chosen = [one for one in hypotheses if re.search(only, one.fault) and re.search(words, one.label)]
     if forms is not None:
         chosen = [form for one in chosen if one.details is not None for form in one.details() if forms in form.label]
     return judge(evidence, chosen, advice="look")
@@ -256,6 +259,58 @@ async def test_forms_parts_and_pairs_of_changes(
     evidence = await gather(seeded.engine)
     found = judged(evidence, previous=tmp_path if seeded.previous is not None else None, only=only, words=words)
     assert found.fault in seeded.names and expected in found.detail, found
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "only", "words", "expected"),
+    [
+        ("rotary_angles_in_bfloat16", "float32", "rope", "rotary", "rotary positions, frequencies, angles, cosines"),
+        ("left_padding_is_attended", "float32", "attention_mask", "fill", "fill prompts up to a multiple of"),
+        ("accepted_drafts_are_reported_as_certain", "float32", "bad_logprobs", "", "0 in place of some"),
+        pytest.param("rotary_angles_in_bfloat16", "bfloat16", "rope", "rotary", "angles, cosines", marks=pytest.mark.slow),
+        pytest.param("prefix_cache_survives_the_update", "float32", "prefix_cache", "", "full pages", marks=pytest.mark.slow),
+        pytest.param("fused_projection_keeps_dummy_weights", "float32", "layer_skipped|weights_missing|weight_scale", "", "self_attn", marks=pytest.mark.slow),
+        pytest.param("float8_weights_and_inputs", "float32", "fp8_weights", "^float8_e4m3fn", "in groups of 128 too", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+async def test_forms_of_common_reports(
+    case: str, dtype: str, only: str, words: str, expected: str, tmp_path: Path
+) -> None:
+    seeded = ninth_set.FAULTS[case](e.calculator(), dtype, random.Random(f"1 {case}"))
+    if seeded.previous is not None:
+        seeded.previous.save_pretrained(tmp_path)
+    evidence = await gather(seeded.engine, dtype)
+    found = judged(evidence, previous=tmp_path if seeded.previous is not None else None, only=only, words=words)
+    assert found.fault in seeded.names and expected in found.detail, found
+
+
+@pytest.mark.parametrize(
+    ("case", "only", "expected"),
+    [
+        ("gate_and_up_of_experts_swapped", "projection_order", "gate_up_proj: halves exchanged"),
+        ("experts_of_one_rank_sent_twice", "expert_order", "those of rank 1 of 2 on every rank"),
+        (
+            "router_in_low_precision",
+            "router_dtype",
+            "the router's products, logits, probabilities, weights in bfloat16",
+        ),
+    ],
+)
+async def test_forms_of_mixtures(case: str, only: str, expected: str, tmp_path: Path) -> None:
+    model = e.load_model(reported.mixture(tmp_path, e.CALCULATOR))
+    seeded = ninth_set.MIXTURE[case](copy.deepcopy(model), "float32", random.Random(f"1 {case}"))
+    found = judged(await gather(seeded.engine, reference=Reference(model)), only=only)
+    assert found.fault == only and expected in found.detail, found
+
+
+async def test_draws_of_the_likeliest_token_alone_are_of_another_temperature() -> None:
+    class Greedy(Plain):
+        def token(self, drawn: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+            return int(drawn.argmax())
+
+    evidence = await gather(Greedy(e.calculator(), "float32"), tokens=80)
+    found = judge_draws(evidence.reference, evidence.observations)
+    assert (found.fault, found.alternatives) == ("temperature_ignored", ("sampled_filters",)), found
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,6 @@ def _scaled(value: Tensor, dims: Any, *, top: float, code: Rounding, scales: str
     return code(value / scale) * scale
 
 
-def _from_largest(value: Tensor, dims: Any) -> Tensor:
-    """The value that is largest in size is code -8, as in Q4_0 of llama.cpp."""
-    low, high = value.amin(dim=dims, keepdim=True), value.amax(dim=dims, keepdim=True)
-    step = (torch.where(-low > high, low, high) / -8).half().float()
-    step = torch.where(step == 0, 1e-12, step)
-    return (value / step).round().clamp(-8, 7) * step
-
-
 def _with_zero(value: Tensor, dims: Any, *, levels: int, is_whole: bool) -> Tensor:
     """From the least to the largest value; `is_whole`: 0 is a level."""
     low, high = value.amin(dim=dims, keepdim=True), value.amax(dim=dims, keepdim=True)
@@ -130,7 +122,6 @@ FORMATS: Mapping[str, Mapping[str, Rounding]] = {
     },
     "int4": {
         **_integer_formats(4),
-        **_scoped("Q4_0", _from_largest, 32),
         **_scoped("nf4", _nf4, 64, "row"),
         **_scoped("fp4", _fp4, 16, 32, "row"),
         **_scoped("fp4", _fp4, 16, scales=FLOAT8),

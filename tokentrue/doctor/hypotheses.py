@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from tokentrue.doctor import reference as ref
 from tokentrue.doctor.formats import FORMATS, NARROW, Rounding, tf32, to_float8
@@ -35,6 +37,8 @@ LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 PAGES, CHUNKS = (4, 8, 16, 32, 64), (16, 32, 64, 128, 256, 512)
 FEW = (1, 2, 4, 8, 16, 32)
 LAST = ("o_proj.weight", "down_proj.weight")  # whose sums tensor parallelism splits
+TURNS = ("positions", "frequencies", "angles", "cosines and sines")  # in the order in which they are computed
+STEPS = ("products", "logits", "probabilities", "weights")
 LAYERS = r"(^|\.)(layers|h|blocks)\.\d+$"
 TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 FILTERS: Mapping[str, Sequence[float]] = {
@@ -178,6 +182,10 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
     def keep(first: int, seen: Observation, x: int) -> Observation:
         return seen.edit(first, max(0, seen.prompt_tokens - first - x))
 
+    def fill(token: int, is_multiple: bool, seen: Observation, x: float) -> Observation:
+        missing = x - seen.prompt_tokens
+        return seen.edit(0, 0, (token,) * int(missing % x if is_multiple else max(0, missing)))
+
     def rewrite(to: Rewrite, seen: Observation, x: float) -> Observation:
         return seen.edit(0, seen.prompt_tokens, to(seen.token_ids[: seen.prompt_tokens]))
 
@@ -201,6 +209,8 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
         *(("inputs", "bos_added", "token {x:.0f} before the prompt", lambda seen, x: seen.edit(0, 0, (x,)), specials) for _ in specials[:1]),
         *(("inputs", "context_truncated", f"the first {first} and the last {{x:.0f}} prompt tokens", partial(keep, first), LENGTHS, "whole", SAMPLING) for first in (0, 1, 4, 16, 32, 64)),
         ("inputs", "context_truncated", "the first {x:.0f} prompt tokens", lambda seen, x: keep(int(x), seen, 0), LENGTHS, "whole", SAMPLING),
+        *(("inputs", "attention_mask", f"tokens {token} that fill prompts up {words} {{x:.0f}} are seen", partial(fill, token, is_multiple), (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 192, 256, 512), SAMPLING)
+          for token in specials[:4] for words, is_multiple in (("to a multiple of", True), ("to", False))),
         ("positions", "decode_positions", "positions of sampled tokens moved by {x:.0f}", lambda i, n, x: i + x * (i >= n), shifts, "whole"),
         ("positions", "decode_positions", "positions after the first sampled token moved by {x:.0f}", lambda i, n, x: i + x * (i > n), shifts, "whole"),
         ("positions", "decode_positions", "sampled tokens beyond position {x:+.0f} from the prompt's end have that one", lambda i, n, x: i.minimum(n + x), (0, -1)),
@@ -210,7 +220,6 @@ def _outside(specials: Sequence[int], stops: Sequence[int], rewrites: Mapping[st
         ("outputs", "stop_banned", "stop tokens removed from the first {x:.0f} tokens", ban, (4, 8, 16, 32, 9999), "whole", SAMPLING),
         *(("outputs", "sampled_penalty", f"a {name} penalty of {{x:.3g}}", partial(penalise, name, start), grid, "real", SAMPLING) for name, (start, grid) in PENALTIES.items()),
         ("outputs", "sampled_penalty", "no {x:.0f} tokens that were there before", ban_runs, range(1, 7), SAMPLING),
-        *(("outputs", "head_dtype", f"logits rounded to {name}", lambda z, seen, x, to=to: to(z), ROUNDING | NARROWED) for name, to in NARROW.items()),
     ]  # fmt: skip
     yield from _read(rows, _on)
     for name, grid in FILTERS.items():
@@ -240,6 +249,16 @@ def biased(bias: Mapping[int, float]) -> Hypothesis:
     add = lambda z, seen, x: z.index_add(1, ids, by.to(z.dtype).expand(len(z), -1))  # noqa: E731
     shown = ", ".join(f"{token}: {value:+.3g}" for token, value in [*bias.items()][:6])
     return _on("outputs", "logit_bias", f"a bias on the logits of {len(bias)} tokens ({shown})", add)
+
+
+def constant(value: float) -> Hypothesis:
+    """Entries that were reported so, to a millionth."""
+
+    def report(own: Tensor, seen: Observation, z: Tensor, x: float) -> Tensor:
+        told = seen.targets[2]
+        return torch.where((told - value).abs() < 1e-6, told, own)
+
+    return _on("reports", "bad_logprobs", f"{value:.6g} in place of some log-probabilities", report)
 
 
 def edited(edits: Mapping[tuple[int, ...], Observation], label: str, fault: str) -> Hypothesis:
@@ -440,6 +459,7 @@ def _in_spans(whole: Hypothesis) -> Iterator[Hypothesis]:
     counts, late = (16, 1, 2, 4, 8, 24, 32, 48, 64, 96, 128, 192, 256), (0, *FEW, 12, 20, 24)
     spans: tuple[tuple[str, str, Sequence[float], Span], ...] = (
         ("prefix_cache", "full pages of {x:.0f} prompt tokens", (16, 4, 8, 32, 64, 128), lambda seen, x: (0, (seen.prompt_tokens - 1) // x * x)),
+        ("prefix_cache", "the first {x:.0f} tokens, if they are full pages of 16", range(16, 272, 16), lambda seen, x: (0, min(x, (seen.prompt_tokens - 1) // 16 * 16))),
         ("prefix_cache", "{x:.0f} first tokens", counts, lambda seen, x: (0, min(x, seen.prompt_tokens - 1))),
         ("prefix_cache", "the prompt but its last token", (0,), lambda seen, x: (0, seen.prompt_tokens - 1)),
         (whole.fault, "the prompt and {x:.0f} sampled tokens", late, lambda seen, x: (0, seen.prompt_tokens + x)),
@@ -519,6 +539,11 @@ ROWS: Mapping[str, Order] = {
     "halves interleaved": (lambda d, g: (2, -1), _transpose),
     "transposed": (lambda d, g: (-1,), lambda own: own.T if own.shape == (len(own), len(own)) else own),
 }
+SHARDS: Mapping[str, Order] = {
+    f"joined {words} {count} shards": (lambda d, g, shape=shape: (*shape, -1), _transpose)
+    for count in (2, 4, 8)
+    for words, shape in (("in", (2, count)), ("as blocks, not", (count, 2)))
+}
 
 
 def _reorder(parts: Sequence[str], order: Order, owner: Any, trial: Trial, x: float) -> None:
@@ -526,17 +551,21 @@ def _reorder(parts: Sequence[str], order: Order, owner: Any, trial: Trial, x: fl
     size = math.prod(one for one in shape if one > 0)
     for name in parts:
         part, is_last = getattr(owner, name, nn.Module()), name in ("o_proj", "down_proj")
-        for attribute, weight in part.named_parameters():
-            own = weight.data.T if is_last else weight.data
-            if len(own) % size == 0 and (own.dim() > 1 or not is_last):  # else it has no such grid
-                changed = order[1](own.unflatten(0, shape)).flatten(0, len(shape) - 1)
-                trial.set(part, attribute, changed.T if is_last else changed)
+        is_own = isinstance(part, nn.Parameter)  # of experts, which come first
+        for module, attribute in [(owner, name)] if is_own else [(part, one) for one, _ in part.named_parameters()]:
+            weight = getattr(module, attribute).data
+            rows = weight.movedim(0, -1) if is_own else weight
+            rows = rows.transpose(0, 1) if is_last and rows.dim() > 1 else rows
+            if len(rows) % size == 0 and (rows.dim() > 1 or not is_last):  # else it has no such grid
+                rows = order[1](rows.unflatten(0, shape)).flatten(0, len(shape) - 1)
+                rows = rows.transpose(0, 1) if is_last else rows
+                trial.set(module, attribute, rows.movedim(-1, 0) if is_own else rows)
 
 
 def _list_orders(reference: Reference) -> Rows:
     """Rows of projections (columns of the last ones) in another order, as loaders split and join them."""
     attentions = _having(reference.model, "q_proj", "head_dim")
-    mlps = _having(reference.model, "gate_proj", "down_proj")
+    mlps, experts = (_having(reference.model, first, "down_proj") for first in ("gate_proj", "gate_up_proj"))
     both, singles = ("q_proj", "k_proj"), [(f"{name}_proj",) for name in "qkvo"]
     normed = [(*both, "q_norm", "k_norm")] if any(hasattr(one, "q_norm") for one in attentions.values()) else []
     grouped = [both, *normed, *singles, ("k_proj", "v_proj"), ("q_proj", "o_proj"), (*both, "v_proj")]
@@ -544,6 +573,7 @@ def _list_orders(reference: Reference) -> Rows:
         (attentions, HEADS, grouped),
         (attentions, ROWS, [*singles, both, (*both, "v_proj")]),
         (mlps, ROWS, [("gate_proj",), ("up_proj",), ("down_proj",), ("gate_proj", "up_proj")]),
+        (experts, {**ROWS, **SHARDS}, [("gate_up_proj",), ("down_proj",), ("gate_up_proj", "down_proj")]),
     ):
         for parts in kinds:
             turns = {*both} <= {*parts} and "v_proj" not in parts
@@ -621,7 +651,6 @@ def _list_ropes(model: Any, config: Any) -> Rows:
     settings: Rows = (
         ("rope base {x:.4g}", "inv_freq", lambda own, x: own * (x / base) ** -place(own), [base * by for by in (*FAR, 10.0, 100.0, 0.1, 0.01)], "real"),
         ("rope frequencies ÷ {x:.4g}", "inv_freq", lambda own, x: own / x, (*FAR, 8.0), "real"),
-        ("rope frequencies in bfloat16", "inv_freq", lambda own, x: own.bfloat16().float(), NARROWED),
         ("{x:.2g} of the dimensions turn", "inv_freq", lambda own, x: own * (place(own) < x), (0.5, 0.25, 0.75, 0)),
         ("rope turns the other way", "inv_freq", lambda own, x: -own),
         ("cosines and sines times {x:.4g}", "attention_scaling", mul, (*FAR, 8.0), "real"),
@@ -642,14 +671,17 @@ def _list_ropes(model: Any, config: Any) -> Rows:
     ):
         yield "rope", label, {"": partial(_rebuild_rope, given)}, grid
 
-    def turn(to: Rounding, inputs: Any, out: Any, x: float) -> Any:
-        angles = to(torch.arange(out[0].shape[1])[:, None] * own.inv_freq).repeat(1, 2)
-        return tuple((each * own.attention_scaling).expand_as(out[0]) for each in (angles.cos(), angles.sin()))
+    def turn(to: Rounding, parts: Sequence[str], inputs: Any, out: Any, x: float) -> Any:
+        place, by, angle, table = (to if part in parts else lambda value: value for part in TURNS)
+        angles = angle(place(torch.arange(out[0].shape[1]).float())[:, None] * by(own.inv_freq)).repeat(1, 2)
+        return tuple(table(each * own.attention_scaling).expand_as(out[0]) for each in (angles.cos(), angles.sin()))
 
-    for name, to in NARROW.items():
-        table = _out(lambda inputs, out, x, to=to: tuple(map(to, out)), is_whole=True)
-        yield "rope", f"cosines and sines in {name}", _at({"": own}, table), NARROWED
-        yield "rope", f"angles of rotation in {name}", _at({"": own}, _out(partial(turn, to), is_whole=True)), NARROWED
+    for parts in (TURNS[first:end] for first, end in combinations(range(5), 2)):
+        # Coarse angles are a fault in any dtype: they say less and less where a token is.
+        how = {} if {"positions", "angles"} & {*parts} else NARROWED
+        for name, to in NARROW.items():
+            units = _at({"": own}, _out(partial(turn, to, parts), is_whole=True))
+            yield "rope", f"rotary {', '.join(parts)} in {name}", units, how
     stop = lambda one, trial, x: trial.give(one, "position_embeddings", still)  # noqa: E731
     yield "rope", "queries and keys are not turned", _at(_having(model, "q_proj", "k_proj"), stop), LOCAL
 
@@ -721,13 +753,15 @@ def _list_experts(model: nn.Module, config: Any) -> Rows:
     for words, by in ways.items():
         change = _out(lambda inputs, out, x, by=by: (out[0], by(out[0].gather(-1, out[2])), out[2]), is_whole=True)
         yield "expert_weights", f"expert weights: {words}", _at(routers, change)
-    for dtype in (torch.bfloat16, torch.float16):
-        yield (
-            "router_dtype",
-            f"the router in {dtype}",
-            _at(routers, partial(_narrow_router, dtype)),
-            ROUNDING | NARROWED,
-        )
+    for parts in (STEPS[first:end] for first, end in combinations(range(5), 2)):
+        for name, to in NARROW.items():
+            change = partial(_narrow, to, parts)
+            yield (
+                "router_dtype",
+                f"the router's {', '.join(parts)} in {name}",
+                _at(routers, change),
+                ROUNDING | NARROWED,
+            )
     if count > 16:
         return
     owners = {at: [Place(one, name) for name, own in one.named_parameters(recurse=False) if len(own) == count]
@@ -749,19 +783,45 @@ def _list_experts(model: nn.Module, config: Any) -> Rows:
         exchanged |= {f"{at} {a} and {b}": unit for at, unit in swaps.items()}
     for n in range(count):
         missing |= {f"{at}.{n}": unit for at, unit in _at(owners, partial(put, partial(_blank, n))).items()}
+    places, whole = torch.arange(count), {at: one for at, (one,) in singles.items()}
+    for ranks in (one for one in (2, 4, 8) if count % one == 0):
+        size = count // ranks
+        for words, order in (
+            (f"those of rank 1 of {ranks} on every rank", places % size),
+            (f"those of the next of {ranks} ranks", places.roll(-size)),
+            (f"dealt out to {ranks} ranks in turn", places.view(size, ranks).T.flatten()),
+        ):
+            change = lambda own, x, order=order: own[order]  # noqa: E731
+            yield "expert_order", f"experts: {words}", _put_all(whole, change)
     yield "expert_order", "experts exchanged", exchanged, PARTIAL
     yield "weights_missing", "experts set to 0", missing, PARTIAL
 
 
-def _narrow_router(dtype: torch.dtype, router: Any, trial: Trial, x: float) -> None:
-    narrow = copy.deepcopy(router).to(dtype)
+def _narrow(to: Rounding, parts: Sequence[str], module: Any, trial: Trial, x: float) -> None:
+    def run(inputs: Any, output: Any) -> Any:
+        with RoundedParts(to, parts):
+            return type(module).forward(module, *inputs)
 
-    def route(inputs: Any, output: Any) -> Any:
-        with ref.WideSums():
-            found = narrow(inputs[0].to(dtype))
-        return tuple(one.float() if one.is_floating_point() else one for one in found)
+    trial.hook(module, run, is_whole=True)
 
-    trial.hook(router, route, is_whole=True)
+
+class RoundedParts(TorchFunctionMode):
+    """Of a router or an output layer, some of `STEPS` in 16 bits."""
+
+    def __init__(self, to: Rounding, parts: Sequence[str]) -> None:
+        super().__init__()
+        self.to, self.parts = to, parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        def rounded(step: str, value: Any) -> Any:
+            is_real = isinstance(value, Tensor) and value.is_floating_point() and step in self.parts
+            return self.to(value) if is_real else value
+
+        name = getattr(func, "__name__", "")
+        if name == "linear":
+            return rounded("logits", func(*(rounded("products", one) for one in args), **(kwargs or {})))
+        step = "probabilities" if name in ("softmax", "sigmoid") else "weights"
+        return tree_map(partial(rounded, step), func(*args, **(kwargs or {})))
 
 
 # Quantised weights, activations and caches; coarser dtypes.
@@ -806,8 +866,11 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     for name, to in NARROW.items():
         load, states = (lambda own, x, to=to: to(own)), (lambda inputs, output, x, to=to: to(output))
         yield Hypothesis(f"dtype_{name}", f"weights rounded to {name}", _put_all(places, load))
-        project = _at({"": head}, partial(_narrow_head, to))
-        yield Hypothesis("head_dtype", f"the output layer in {name}", project, is_rounding=True)
+        for parts in (STEPS[:2], STEPS[1:2]):
+            project = _at({"": head}, partial(_narrow, to, parts))
+            yield Hypothesis(
+                "head_dtype", f"the output layer's {' and '.join(parts)} in {name}", project, is_rounding=True
+            )
         yield Hypothesis(f"dtype_{name}", f"the residual stream in {name}", _at(stream, _out(states)), is_rounding=True)
     coarse = {at: one for at, one in inner.items() if at.endswith(".weight")}
     products = _put_all(coarse, lambda own, x: tf32(own)) | inputs(tf32)
@@ -855,12 +918,6 @@ def _join(places: Mapping[str, Place], to: Rounding, first: Rounding = lambda ow
             trial.set(one.module, one.attribute, value)
 
     return {name: partial(apply, parts) for name, parts in groups.items()}
-
-
-def _narrow_head(to: Rounding, head: nn.Module, trial: Trial, x: float) -> None:
-    trial.set(head, "weight", to(trial.get(head, "weight")))
-    trial.hook_inputs(head, to)
-    trial.hook(head, lambda inputs, output: to(output))
 
 
 def _first_of(forms: Rows) -> list[Hypothesis]:

@@ -28,6 +28,7 @@ from tokentrue.doctor.hypotheses import (
     TEMPERATURES,
     Hypothesis,
     biased,
+    constant,
     count_kept,
     edited,
     penalise,
@@ -51,6 +52,8 @@ PROMISING = 0.97  # residual ÷ difference on the first tokens, below which a hy
 ALIKE = 0.15  # correlation of prediction and difference, above which other forms and parts of a cause are tried
 ASKED = ("stale_weights", "adapter_missing")  # what the user gave weights for
 LATE = ("prompt_changed", "bos_added", "context_truncated", "decode_positions", "sliding_window", "attention_mask")
+EMPTY = ("weights_missing", "layer_skipped")
+NEARLY = 0.97  # of a difference
 FEW = 6  # layers that are tried one by one
 MANY = 40  # parts of a model that are tried one by one
 FINALISTS = 8
@@ -277,7 +280,10 @@ def judge(
         data, fits = min(tried, key=lambda pair: pair[1][0].left)
     confirmed = [one for one in fits if is_confirmed(data, one)]
     if not confirmed and departs:
-        more = [Fit(hypothesis=one, x=0.0) for one in (*solve_bias(data), *search_edits(data, prefixes))]
+        more = [
+            Fit(hypothesis=one, x=0.0)
+            for one in (*solve_bias(data), *solve_constants(data), *search_edits(data, prefixes))
+        ]
         fits = [*(fit_dtypes(data) if data.is_exact else ()), *Tokens(data, 10**9).sort(more), *fits]
         confirmed = [one for one in fits if is_confirmed(data, one)]
     confirmed.sort(key=lambda one: one.hypothesis.is_general)
@@ -286,6 +292,8 @@ def judge(
         rivals = [one for one in fits if one.fault != best.fault and data.gain(one.residual) > least]
         # What predicts the same numbers is the same computation: no measurement of log-probabilities separates them.
         apart = data.limit if data.is_exact else data.honest / 2
+        if best.fault in EMPTY:
+            apart = max(apart, 2 * data.size(best.residual))
         others = {one.fault: one.label for one in rivals if data.size(one.residual - best.residual) < apart}
         if any(one.fault not in others for one in rivals) or has_more(data, best, fits):
             break
@@ -324,11 +332,19 @@ def is_confirmed(data: Evidence, fit: Fit) -> bool:
         return True
     # A large change rounds differently, and quantisation makes steps of roundings: what the cause itself leaves.
     part = 1 - left / before
+    if is_nearly(data, fit, part):
+        return True
     if fit.own is not None:
         return part > 0.5 and left <= fit.own
     (again,) = data.predict([(fit.hypothesis, fit.x)], range(len(data.observations)), data.other_order)
     own = 0.0 if again is None else data.size(again - (data.engine - fit.residual), held)
     return part > 0.5 and left <= (DEPARTS if data.is_exact else BAND) * own
+
+
+def is_nearly(data: Evidence, fit: Fit, part: float) -> bool:
+    """In float32 no other cause comes so near: roundings take other steps in an engine's own order of sums, and weights
+    that were never loaded may be small numbers."""
+    return data.is_exact and part > NEARLY and (fit.hypothesis.is_rounding or fit.fault in EMPTY)
 
 
 def has_more(data: Evidence, best: Fit, fits: Sequence[Fit]) -> bool:
@@ -589,6 +605,10 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
                     continue
                 sizes.append(own)
             best = few.fit_number(hypothesis, tried, max(few.alike, 0.4) if data.is_exact else few.alike)
+            ties = [one for one in tried.values() if one.left <= best.left + data.limit / 10]
+            if len(ties) > 1 and best.left < few.whole / 2:  # numbers that few tokens do not tell apart
+                for again in every.sort(ties)[:1]:
+                    best = next(one for one in ties if one.x == again.x)
             found.append(best)
             is_whole = best.left < (data.limit / 2 if data.is_exact else min(data.limit, 0.1 * few.whole))
             if is_whole and visible >= 2 * TOKENS and _explains_all(every, best):
@@ -607,7 +627,18 @@ def fit_all(data: Evidence, hypotheses: Iterable[Hypothesis]) -> list[Fit]:
         found = [one for one in found if one.left < 10 * data.limit]  # others are no rivals
     if not data.is_exact:
         found = more.sort(found[: 3 * FINALISTS])
-    return every.sort(found[:FINALISTS])
+    return every.sort(_of_several(found)[:FINALISTS])
+
+
+def _of_several(found: Sequence[Fit]) -> list[Fit]:
+    """Of one name, no more than half of the finalists: a family of many forms would hide what says why."""
+    counts = Counter[str]()
+    kept = list[Fit]()
+    for one in found:
+        counts[one.fault] += 1
+        if 2 * counts[one.fault] <= FINALISTS:
+            kept.append(one)
+    return kept
 
 
 def _decode_alone(hypothesis: Hypothesis) -> Hypothesis:
@@ -689,6 +720,13 @@ def solve_bias(data: Evidence) -> list[Hypothesis]:
             likely.update(row.topk(max(1, len(top) // 2)).indices.tolist())
     banned = {token: -1e4 for token, count in likely.items() if count > 1 and not listed[token]}
     return [biased(one) for one in (bias, banned) if 0 < len(one) <= 64]
+
+
+def solve_constants(data: Evidence) -> list[Hypothesis]:
+    """Values that were reported again and again where the reference has others."""
+    wrong = data.engine[~data.held & (data.e.abs() > 6 * data.spread)]
+    common = Counter(round(value, 6) for value in wrong.tolist()).most_common(2)
+    return [constant(value) for value, count in common if count > 2]
 
 
 def solve_settings(data: Evidence) -> list[Hypothesis]:
@@ -883,6 +921,8 @@ def judge_draws(
         return fault("unknown", figure, confidence="low", detail=f"{doubt}. Next: {advice}")
     # Draws of another temperature than the reports: either may be what was not asked for.
     others = ("sampled_temperature",) if causes == ("temperature_ignored",) else ()
+    if words == "top_k 1":  # always the likeliest token, as at temperature 0
+        causes, others = ("temperature_ignored",), causes
     detail = f"draws of {words}, which the log-probabilities do not contain"
     return fault(causes[0], figure, detail=detail, alternatives=others, confidence="medium" if others else "high")
 
