@@ -279,8 +279,8 @@ class Codec:
             text
             for text, index in self.literals.items()
             if text in self._template
-            # It is found in text as it is written, wherever it occurs, and takes no blanks from what lies around it.
-            and not ((token := self.added[index]).normalized or token.lstrip or token.rstrip or token.single_word)
+            # It is found in text as it is written, wherever it occurs, and takes no blanks from before it.
+            and not ((token := self.added[index]).normalized or token.lstrip or token.single_word)
             and not (text[0].isspace() or text[0] == "_" or text[0].isalnum())
             # No other token begins before it and ends in it.
             and longer.count(text) == 1
