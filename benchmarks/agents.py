@@ -84,8 +84,8 @@ class Workload:
         tokens = random.Random(number % REPOSITORIES).randint(*self.opening)
         pauses = tuple(draw.expovariate(1 / self.pause_s) for _ in range(turns))
         return AgentPlan(
-            tokens=tokens,
             harness_tokens=self.opening[0] // 2,
+            context_tokens=int(tokens * (1 - TASK_SHARE[1])) - self.opening[0] // 2,
             task_tokens=int(tokens * draw.uniform(*TASK_SHARE)),
             repository=number % REPOSITORIES,
             pauses_s=pauses,
@@ -96,10 +96,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPlan:
-    """`tokens`: of its opening."""
+    """Of its opening: the harness's tokens, those of its repository's context, and those of its own task."""
 
-    tokens: int
     harness_tokens: int
+    context_tokens: int
     task_tokens: int
     repository: int
     pauses_s: Sequence[float]
@@ -148,7 +148,7 @@ async def play_agent(port: int, admin_key: str, plan: AgentPlan, felt: Felt, *, 
 def open_conversation(plan: AgentPlan) -> Agent:
     of_repository, own = read_pages(skip=100 * plan.repository), read_pages(skip=plan.skip)
     rules, description = (repeat(RULES, plan.harness_tokens / 2), repeat(RULES, plan.harness_tokens / 2 / TOOLS))
-    context = cut_pages(of_repository, plan.tokens - plan.harness_tokens - plan.task_tokens)
+    context = cut_pages(of_repository, plan.context_tokens)
     tools = [
         {**TOOL, "name": name, "description": description} for name in ("read", *map("tool_{}".format, range(1, TOOLS)))
     ]
