@@ -80,11 +80,7 @@ class CompletionBuilder:
             raise EngineContractError(f"{self.engine}: {error}") from error
         self.ids += ids
         self.logprobs += cast("Sequence[float]", logprobs)
-        version = version if self._version is None else self._version
-        if mask is None and len(self._pieces) > self._new and self._pieces[-1][1:] == (version, None):
-            self._pieces[-1] = self._pieces[-1][0] + len(ids), version, None  # of the same read
-        else:
-            self._pieces.append((len(ids), version, mask))
+        self._pieces.append((len(ids), version if self._version is None else self._version, mask))
 
     def take(self) -> Iterator[Chunk]:
         """What was appended since the last call, as one chunk per policy version."""

@@ -5,7 +5,6 @@ breaks off is sampled again, since none of its tokens arrived. A body, and a lin
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import re
 import shutil
@@ -99,11 +98,8 @@ class EngineHttp:
         """Any response but a 2xx raises a typed error that quotes the engine."""
         parts: list[bytes] = []
         size = 0
-        async with (
-            await self._respond(method, path, body, self._retries if retry else 0) as response,
-            SilenceLimit(response, self._timeout_s) as silence,
-        ):
-            while part := await self._read_part(path, response, silence):
+        async with await self._respond(method, path, body, self._retries if retry else 0) as response:
+            while part := await self._read_part(path, response):
                 parts.append(part)
                 size += len(part)
                 self._check_size(path, size, limit)
@@ -123,12 +119,9 @@ class EngineHttp:
             return
         begun: list[bytes] = []  # parts of a line, joined once: an event may span many reads
         size = 0
-        async with (
-            await self._respond("POST", path, body, self._retries) as response,
-            SilenceLimit(response, self._timeout_s) as silence,
-        ):
+        async with await self._respond("POST", path, body, self._retries) as response:
             while True:
-                part = await self._read_part(path, response, silence)
+                part = await self._read_part(path, response)
                 first, *others = part.split(b"\n")
                 begun.append(first)
                 size += len(first)
@@ -151,17 +144,14 @@ class EngineHttp:
                     return
                 begun, size = [others[-1]], len(others[-1])
 
-    async def _read_part(self, path: str, response: aiohttp.ClientResponse, silence: SilenceLimit) -> bytes:
+    async def _read_part(self, path: str, response: aiohttp.ClientResponse) -> bytes:
         """Empty at the end of the body."""
-        silence.waiting_since = time.monotonic()
         try:
             return await response.content.readany()
         except TimeoutError as error:
             raise EngineTimeout(f"{self.url}{path} sent nothing for {self._timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             raise EngineUnreachable(f"{self.url}{path} broke off: {error or type(error).__name__}") from error
-        finally:
-            silence.waiting_since = math.inf
 
     def _check_size(self, path: str, size: int, limit: int) -> None:
         if size > limit:
@@ -202,35 +192,6 @@ class EngineHttp:
                 raise EngineContractError(f"{where} does not answer in HTTP: {error}") from error
             await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
         raise AssertionError
-
-
-class SilenceLimit:
-    """Ends a response if a read of it waits for `limit_s`. aiohttp's own limit starts a timer with all that arrives,
-    which took a twentieth of the time of a streamed event; this timer looks how long the read has waited."""
-
-    def __init__(self, response: aiohttp.ClientResponse, limit_s: float) -> None:
-        self._response, self._limit_s = response, limit_s
-        self.waiting_since = math.inf  # while nothing is being read: a client that does not read is not silence
-
-    async def __aenter__(self) -> SilenceLimit:
-        connection = self._response.connection  # None if the whole body has arrived
-        if connection is not None and connection.protocol is not None:
-            connection.protocol.read_timeout = None
-        self._start(self._limit_s)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    def _start(self, after_s: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(after_s, self._check)
-
-    def _check(self) -> None:
-        left = self.waiting_since + self._limit_s - time.monotonic()
-        if left > 0:
-            self._start(min(left, self._limit_s))
-        else:
-            self._response.content.set_exception(TimeoutError())
 
 
 def rejected(message: str) -> EngineRejected:
