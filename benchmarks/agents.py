@@ -3,7 +3,8 @@
 *As agents*: N coding agents work through one gateway process, and straight at the same engine stand-in. An opening has
 20,000 to 50,000 tokens, a conversation 31 turns at the median; the engine samples 200 tokens a turn at 50 a second, in
 pieces of 10; each turn has one call and one tool result, after a pause. Streamed and not. `--turns` and `--opening`
-scale it down.
+scale it down. An opening is what coding agents send: a harness's prompt and tools, the same for all; in the system
+message, too, the context of the agent's repository, one of 12; and a task of the agent's own, as the user's message.
 
 *By turn*: one agent, one request at a time, an engine that answers at once with 150 tokens in 150 events; each turn goes
 to every server, one after the other. Added time is over the engine by itself; CPU time is the kernel's account of the
@@ -37,6 +38,7 @@ from benchmarks import Report, parser_for, print_reports
 from benchmarks.conversations import (
     PATH,
     RULES,
+    TOOL,
     Agent,
     HttpClient,
     message_from_answer,
@@ -52,6 +54,9 @@ TOKENS, TOKENS_PER_S, PIECE = 200, 50.0, 10
 EVENTS = 150
 CHARACTERS = 3.6  # of a token, in the pages that agents read
 PAUSE_S = 1.0  # mean time of a tool
+TOOLS = 10  # opencode 1.18 sends 10 tools and 31 KB, qwen-code 0.15 11 and 68 KB, Claude Code 2.1 24 and 76 KB
+REPOSITORIES = 12  # as in SWE-bench
+TASK_SHARE = 0.10, 0.16  # of an opening: an issue, and files that it names
 MARKS, WINDOW = (8, 32, 128), 4
 LENGTH = 24  # turns of a conversation without pauses
 CLIENTS = 4  # processes of agents without pauses
@@ -76,14 +81,27 @@ class Workload:
         turns = self.turns
         if turns > 6:  # a few agents of hundreds would else decide how long the benchmark takes
             turns = min(3 * turns, max(2, round(turns * draw.lognormvariate(0.0, 0.5))))
-        tokens = draw.randint(*self.opening)
+        tokens = random.Random(number % REPOSITORIES).randint(*self.opening)
         pauses = tuple(draw.expovariate(1 / self.pause_s) for _ in range(turns))
-        return AgentPlan(tokens=tokens, pauses_s=pauses, start_s=draw.random() * self.turn_s, skip=draw.randrange(2000))
+        return AgentPlan(
+            harness_tokens=self.opening[0] // 2,
+            context_tokens=int(tokens * (1 - TASK_SHARE[1])) - self.opening[0] // 2,
+            task_tokens=int(tokens * draw.uniform(*TASK_SHARE)),
+            repository=number % REPOSITORIES,
+            pauses_s=pauses,
+            start_s=draw.random() * self.turn_s,
+            skip=draw.randrange(2000),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPlan:
-    tokens: int
+    """Of its opening: the harness's tokens, those of its repository's context, and those of its own task."""
+
+    harness_tokens: int
+    context_tokens: int
+    task_tokens: int
+    repository: int
     pauses_s: Sequence[float]
     start_s: float  # agents start within the time of one turn
     skip: int  # pages of other agents
@@ -115,8 +133,7 @@ def play_agents(port: int, admin_key: str, count: int, load: Workload, streamed:
 async def play_agent(port: int, admin_key: str, plan: AgentPlan, felt: Felt, *, streamed: bool) -> None:
     await asyncio.sleep(plan.start_s)
     client, key = await open_session(port, admin_key)
-    pages = read_pages(skip=plan.skip)
-    agent = Agent(pages, opening=opening_text(pages, plan.tokens))
+    agent = open_conversation(plan)
     began = time.perf_counter()
     for pause_s in plan.pauses_s:
         answer = await client.post(PATH, agent.body(streamed=streamed), key)
@@ -128,13 +145,26 @@ async def play_agent(port: int, admin_key: str, plan: AgentPlan, felt: Felt, *, 
     client.close()
 
 
-def opening_text(pages: Iterator[str], tokens: int) -> str:
-    """Half of it is the same for all agents, as rules and tools are."""
-    characters = int(tokens * CHARACTERS)
-    text = RULES * (characters // 2 // len(RULES))
-    while len(text) < characters:
+def open_conversation(plan: AgentPlan) -> Agent:
+    of_repository, own = read_pages(skip=100 * plan.repository), read_pages(skip=plan.skip)
+    rules, description = (repeat(RULES, plan.harness_tokens / 2), repeat(RULES, plan.harness_tokens / 2 / TOOLS))
+    context = cut_pages(of_repository, plan.context_tokens)
+    tools = [
+        {**TOOL, "name": name, "description": description} for name in ("read", *map("tool_{}".format, range(1, TOOLS)))
+    ]
+    task = f"Mend what this issue names.\n\n{cut_pages(own, plan.task_tokens)}"
+    return Agent(own, opening=f"{rules}\n\n# This repository\n\n{context}", task=task, tools=tools)
+
+
+def repeat(text: str, tokens: float) -> str:
+    return text * max(1, int(tokens * CHARACTERS / len(text)))
+
+
+def cut_pages(pages: Iterator[str], tokens: int) -> str:
+    text = ""
+    while len(text) < tokens * CHARACTERS:
         text += next(pages)
-    return text[:characters]
+    return text[: int(tokens * CHARACTERS)]
 
 
 def report_felt(counts: Sequence[int], kinds: Sequence[str], load: Workload, folder: Path, *, together: bool) -> Report:
@@ -177,6 +207,8 @@ def report_felt(counts: Sequence[int], kinds: Sequence[str], load: Workload, fol
     )
     low, high = load.opening
     notes = (
+        f"an opening: {low // 2:,} tokens of prompt and {TOOLS} tools of the harness, the rest of one of {REPOSITORIES} "
+        f"repositories but {TASK_SHARE[0]:.0%} to {TASK_SHARE[1]:.0%}, the agent's own task",
         f"openings of {low:,} to {high:,} tokens, {load.turns} turns at the median and {3 * load.turns} at most, "
         f"{TOKENS} tokens a turn at {1 / load.token_delay_s:.0f} a second in pieces of {PIECE}, pauses of {load.pause_s:g} s on average",
         "kept: time that the agents take at the engine alone ÷ through the gateway; added: over the engine alone",

@@ -122,12 +122,19 @@ class Agent:
     """A conversation as the bytes of its request: the client appends to them, so that it costs the same at every
     turn."""
 
-    def __init__(self, pages: Iterator[str], *, opening: str = RULES * 60) -> None:
+    def __init__(
+        self,
+        pages: Iterator[str],
+        *,
+        opening: str = RULES * 60,
+        task: str = "The sum is off in the last bit. Find out why.",
+        tools: Sequence[dict[str, Any]] = (TOOL,),
+    ) -> None:
         self._pages = pages
-        system = {"role": "system", "content": opening}
-        user = {"role": "user", "content": "The sum is off in the last bit. Find out why."}
+        system, user = {"role": "system", "content": opening}, {"role": "user", "content": task}
         self._messages = b'{"messages":[' + orjson.dumps(system) + b"," + orjson.dumps(user)
-        self._tail = b'],"model":"m","tools":[' + orjson.dumps({"type": "function", "function": TOOL}) + b"]"
+        functions = [{"type": "function", "function": tool} for tool in tools]
+        self._tail = b'],"model":"m","tools":' + orjson.dumps(functions)
 
     def body(self, *, streamed: bool = False) -> bytes:
         return self._messages + self._tail + (b',"stream":true}' if streamed else b"}")

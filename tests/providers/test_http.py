@@ -108,6 +108,24 @@ async def test_what_goes_wrong_is_said(
     assert await http.read("POST", "/x", b"2") == b"{}"  # and the next request is none the worse
 
 
+async def test_a_reader_that_waits_is_not_an_engine_that_is_silent(at: tuple[Server, EngineHttp]) -> None:
+    """The limit counts while a read waits: a client that does not read holds its stream for longer."""
+    server, http = at
+    quick = EngineHttp(http.url, timeout_s=0.5, connect_s=5, retries=0)
+    head = b"HTTP/1.1 200 OK\r\nconnection: close\r\nx: no-length\r\n\r\n"
+    server.answers = [head + b"data: 1\n\n~data: 2\n\n~data: 3\n\ndata: [DONE]\n\n", head + b"data: 1\n\n" + b"~" * 200]
+    seen: list[bytes] = []
+    async for events in quick.answers("/x", b"1"):
+        seen += events
+        await asyncio.sleep(0.8 if len(seen) == 1 else 0.0)
+    assert seen == [b"1", b"2", b"3"]
+    with pytest.raises(EngineTimeout, match="sent nothing"):  # the limit of one read
+        async for events in quick.answers("/x", b"1"):
+            seen += events
+    assert seen[3:] == [b"1"]
+    await quick.close()
+
+
 async def test_an_answer_without_a_length_ends_with_its_connection(at: tuple[Server, EngineHttp]) -> None:
     server, http = at
     server.answers = [b"HTTP/1.1 200 OK\r\nx: no-length\r\n\r\n[1,~2]", b"HTTP/1.1 100 Continue\r\n\r\n" + OK]

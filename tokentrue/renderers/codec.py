@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -213,10 +214,12 @@ BLANKS = " \t\r\n▁"
 
 
 class Codec:
-    """Encoder and decoder of one tokenizer. All its added tokens count, whatever their `special` flag."""
+    """Encoder and decoder of one tokenizer. All its added tokens count, whatever their `special` flag. Texts are cached
+    from one literal that `template` names to the next: conversations share their system prompt and tools."""
 
-    def __init__(self, tokenizer: "Tokenizer", cache_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(self, tokenizer: "Tokenizer", cache_bytes: int = LIMIT_BYTES, *, template: str = "") -> None:
         self.backend = tokenizer
+        self._template = template
         self.added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self.texts: dict[int, str] = {index: token.content for index, token in self.added.items()}
         self.literals: dict[str, int] = {text: index for index, text in self.texts.items() if text}
@@ -245,7 +248,7 @@ class Codec:
     def encode(self, text: str, mark: str = "") -> TokenIds:
         """Without `mark` as the engine does: every literal becomes its token; else only those that `shield` has not
         marked."""
-        return self._encode_pieces(text, mark, at_start=True) if mark else self.encoded.encode(self.backend, text)
+        return self._encode_pieces(text, mark, at_start=True) if mark else self._encode_as_engine(text)
 
     def encode_after(self, text: str, mark: str = "", *, literal: str) -> TokenIds:
         """Ids that `text` has after `literal` in a whole text."""
@@ -257,6 +260,31 @@ class Codec:
         """To put before text that is not at the start of a text."""
         guarded = (text for text in self.literals if text.strip(BLANKS))
         return next((text for text in guarded if text not in self.absorbs_blanks), "")
+
+    def _encode_as_engine(self, text: str) -> TokenIds:
+        cuts = [0, *(found.start() for found in self._cuts.finditer(text) if found.start()), len(text)]
+        return TokenIds.concat(self.encoded.encode(self.backend, text[start:end]) for start, end in pairwise(cuts))
+
+    @cached_property
+    def _cuts(self) -> re.Pattern[str]:
+        """Finds the template's literals before which a text can be cut: the tokenizer, too, splits a text at them
+        before it normalises or encodes, and encodes what lies between apart."""
+        backend: Any = self.backend
+        if backend.truncation is not None or backend.padding is not None:
+            return re.compile("(?!)")
+        every, longer = self._all, "\0".join(self.literals)
+        literals = [
+            text
+            for text, index in self.literals.items()
+            if text in self._template
+            # It is found in text as it is written, wherever it occurs, and takes no blanks from before it.
+            and not ((token := self.added[index]).normalized or token.lstrip or token.single_word)
+            and not (text[0].isspace() or text[0] == "_" or text[0].isalnum())
+            # No other token begins before it and ends in it.
+            and longer.count(text) == 1
+            and not every.may_end_at_start(text)
+        ]
+        return re.compile("|".join(map(re.escape, literals)) or "(?!)")
 
     def _encode_pieces(self, text: str, mark: str, *, at_start: bool) -> TokenIds:
         ids: list[int] = []

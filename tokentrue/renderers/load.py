@@ -78,7 +78,7 @@ def renderer_of(
 ) -> Renderer:
     """Builds a renderer for a loaded transformers tokenizer; `directory` holds its files."""
     source = _find_source(tokenizer, chat_template)
-    codec = Codec(tokenizer.backend_tokenizer, options.get("encode_cache_bytes", LIMIT_BYTES))
+    codec = Codec(tokenizer.backend_tokenizer, options.get("encode_cache_bytes", LIMIT_BYTES), template=source)
     family = family_for(source, tokenizer, codec.literals)
     if chat_template is None and family.chat_template is not None and (history, injection) == ("keep", "safe"):
         source = family.chat_template
