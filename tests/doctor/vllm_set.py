@@ -1,0 +1,387 @@
+"""Faults of a real vLLM on CPU, and the healthy ones: what a user may set, forget or mix up from outside the server.
+
+`TOKENTRUE_VLLM_PYTHON=PYTHON python -m tests.doctor.vllm_set --results FILE [--model DIR] [--dtype bfloat16] [--only A,B]`
+examines each by `tokentrue doctor` and appends a JSON line to FILE; `python -m tests.doctor.matrix show --all FILE`
+prints them. `--list` prints the cases. One server runs at a time; cases with the same server share it.
+
+Half of the faults are between two directories: the server has one, the trainer the other. Those change the trainer's,
+so that one server serves for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.doctor.engines import CALCULATOR
+from tests.doctor.matrix import read_rows
+from tests.providers.test_vllm_real import serve
+
+Change = Callable[[Path], None]
+TOKENS = ("--enable-scale-out", "--max-logprobs", "20")
+PROCESSED = ("--logprobs-mode", "processed_logprobs", *TOKENS)
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    expected: frozenset[str]
+    """Names that are right; empty for a healthy engine."""
+    options: tuple[str, ...] = PROCESSED
+    """Of the server; `{folder}` is the folder that holds the directories below."""
+    served: Change | None = None
+    trained: Change | None = None
+    previous: Change | None = None
+    adapter: Change | None = None
+    adapter_name: str = ""
+    prepare: Callable[[str, Path], None] | None = None
+    """Called with the server's URL and the served directory, before the examination."""
+    dtype: str | None = None
+
+
+def edit_json(folder: Path, name: str, **changes: Any) -> None:
+    file = folder / name
+    held = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**held, **changes}))
+
+
+def config(**changes: Any) -> Change:
+    return lambda folder: edit_json(folder, "config.json", **changes)
+
+
+def rope(**changes: Any) -> Change:
+    def change(folder: Path) -> None:
+        held = json.loads((folder / "config.json").read_text())["rope_parameters"]
+        factor = {"rope_theta": held["rope_theta"] * changes["times"]} if "times" in changes else changes
+        edit_json(folder, "config.json", rope_parameters={**held, **factor})
+
+    return change
+
+
+def weights(edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Change:
+    def change(folder: Path) -> None:
+        state = edit(load_file(folder / WEIGHTS))
+        save_file({name: value.contiguous() for name, value in state.items()}, folder / WEIGHTS, {"format": "pt"})
+
+    return change
+
+
+def step(sign: float = 1.0, among: str = "", besides: str = "\n") -> Change:
+    """An update of 1% of each tensor's spread, of those whose name holds `among` and not `besides`."""
+
+    def edit(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(7)
+        for name, value in sorted(state.items()):
+            noise = torch.randn(value.shape, generator=generator) * value.float().pow(2).mean().sqrt() * 0.01
+            if among in name and besides not in name:
+                state[name] = (value.float() + sign * noise).to(value.dtype)
+        return state
+
+    return weights(edit)
+
+
+def stale_head(folder: Path) -> None:
+    def edit(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}
+
+    weights(edit)(folder)
+    config(tie_word_embeddings=False)(folder)
+    step(-1.0, "lm_head")(folder)
+
+
+def padded_vocabulary(folder: Path) -> None:
+    def edit(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rows = state["model.embed_tokens.weight"]
+        missing = -len(rows) % 128 or 128
+        config(vocab_size=len(rows) + missing)(folder)
+        return {**state, "model.embed_tokens.weight": torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])}
+
+    weights(edit)(folder)
+
+
+def sampling_defaults(**values: Any) -> Change:
+    return lambda folder: edit_json(folder, "generation_config.json", do_sample=True, **values)
+
+
+def begins_with_eos(folder: Path) -> None:
+    """The tokenizer puts a special token before each text, as those of Llama do."""
+    file = folder / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    first = spec["added_tokens"][0]
+    piece = {"SpecialToken": {"id": first["content"], "type_id": 0}}
+    spec["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [piece, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [piece, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {first["content"]: {"id": first["content"], "ids": [first["id"]], "tokens": [first["content"]]}},
+    }
+    file.write_text(json.dumps(spec))
+
+
+def other_template(folder: Path) -> None:
+    file = folder / "chat_template.jinja"
+    file.write_text("{{- 'Be brief.' }}" + file.read_text())
+
+
+def adapter(alpha: float = 16, seed: int = 5) -> Change:
+    """A LoRA adapter of rank 8 on all projections of attention."""
+
+    def change(folder: Path) -> None:
+        state, generator = load_file(folder / WEIGHTS), torch.Generator().manual_seed(seed)
+        made: dict[str, torch.Tensor] = {}
+        for name, value in state.items():
+            if name.endswith(("q_proj.weight", "v_proj.weight", "o_proj.weight")):
+                base = f"base_model.model.{name.removesuffix('.weight')}"
+                made[f"{base}.lora_A.weight"] = torch.randn(8, value.shape[1], generator=generator) * 0.05
+                made[f"{base}.lora_B.weight"] = torch.randn(value.shape[0], 8, generator=generator) * 0.05
+        shutil.rmtree(folder)
+        folder.mkdir()
+        save_file(made, folder / "adapter_model.safetensors", {"format": "pt"})
+        targets = ["q_proj", "v_proj", "o_proj"]
+        edit_json(
+            folder, "adapter_config.json", peft_type="LORA", task_type="CAUSAL_LM", r=8, lora_alpha=alpha,
+            target_modules=targets, lora_dropout=0.0, bias="none", base_model_name_or_path="",
+        )  # fmt: skip
+
+    return change
+
+
+def post(url: str, route: str, body: dict[str, Any]) -> None:
+    request = urllib.request.Request(url + route, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        answer.read()
+
+
+def cache_kept_over_an_update(url: str, served: Path) -> None:
+    """The first examination fills the prefix cache with the weights before the update."""
+    examined(url, served, [])
+    step()(served)
+    post(url, "/collective_rpc", {"method": "reload_weights"})
+
+
+LORA = (*PROCESSED, "--enable-lora", "--max-lora-rank", "8", "--lora-modules", "policy={folder}/module")
+OVERRIDE = "--override-generation-config"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def lora(made: Change) -> Change:
+    """Beside the served directory, for `LORA`."""
+
+    def change(folder: Path) -> None:
+        shutil.copytree(folder, folder.parent / "module")
+        made(folder.parent / "module")
+
+    return change
+
+
+def fault(**fields: Any) -> Case:
+    return Case(expected=frozenset({"?"}), **fields)
+
+
+def healthy(**fields: Any) -> Case:
+    return Case(expected=frozenset(), **fields)
+
+
+HEALTHY: dict[str, Case] = {
+    "plain": healthy(),
+    "plain, examined again": healthy(),
+    "plain, an update given": healthy(previous=step(-1.0)),
+    "text completions, no token route": healthy(options=("--logprobs-mode", "processed_logprobs")),
+    "no prefix cache, two sequences": healthy(options=(*PROCESSED, "--no-enable-prefix-caching", "--max-num-seqs", "2")),
+    "drafts from n-grams": healthy(
+        options=(
+            *PROCESSED, "--speculative-config",
+            '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":3,"prompt_lookup_min":1}',
+        )
+    ),  # fmt: skip
+    "adapter served by name": healthy(options=LORA, served=lora(adapter()), adapter=adapter(), adapter_name="policy="),
+}
+FAULTS: dict[str, Case] = {
+    # weights that did not arrive
+    "stale weights": fault(trained=step()),
+    "stale weights, previous given": fault(trained=step(), previous=lambda folder: None),
+    "stale layer": fault(trained=step(among="layers.1.")),
+    "stale layer, previous given": fault(trained=step(among="layers.1."), previous=step(-1.0, besides="layers.1.")),
+    "stale tensor, previous given": fault(
+        trained=step(among="layers.0.mlp.down_proj"), previous=step(-1.0, besides="layers.0.mlp.down_proj")
+    ),
+    "stale head, tied at the trainer, previous given": fault(served=stale_head, previous=step(-1.0)),
+    "prefix cache kept over an update": fault(served=step(-1.0), prepare=cache_kept_over_an_update),
+    "prefix cache kept over an update, previous given": fault(
+        served=step(-1.0), prepare=cache_kept_over_an_update, previous=step(-1.0)
+    ),
+    # settings of the model
+    "rope base ten times larger at the trainer": fault(trained=rope(times=10)),
+    "YaRN at the trainer alone": fault(trained=rope(**YARN)),
+    "YaRN by --hf-overrides": fault(
+        options=(*PROCESSED, "--hf-overrides", json.dumps({"rope_parameters": {"rope_theta": 10000.0, **YARN}}))
+    ),
+    "norm epsilon 1e-5 at the trainer": fault(trained=config(rms_norm_eps=1e-5)),
+    "window of 64 at the trainer alone": fault(
+        trained=config(use_sliding_window=True, sliding_window=64, max_window_layers=0, layer_types=["sliding_attention"] * 3)
+    ),
+    "vocabulary padded with zeros": fault(served=padded_vocabulary),
+    # precision
+    "bfloat16": fault(options=(*PROCESSED, "--dtype", "bfloat16")),
+    "float16": fault(options=(*PROCESSED, "--dtype", "float16")),
+    "cache in fp8": fault(options=(*PROCESSED, "--kv-cache-dtype", "fp8")),
+    "weights in fp8": fault(options=(*PROCESSED, "--quantization", "fp8")),
+    # sampling and reports
+    "raw log-probabilities": fault(options=TOKENS),
+    "raw logits": fault(options=("--logprobs-mode", "raw_logits", *TOKENS)),
+    "processed logits": fault(options=("--logprobs-mode", "processed_logits", *TOKENS)),
+    "sampling defaults of generation_config.json": fault(served=sampling_defaults(temperature=0.6, top_p=0.95, top_k=20)),
+    "repetition penalty of generation_config.json": fault(served=sampling_defaults(repetition_penalty=1.1)),
+    "min-p and presence penalty by override": fault(options=(*PROCESSED, OVERRIDE, '{"min_p": 0.1, "presence_penalty": 1.0}')),
+    "other stop tokens in generation_config.json": fault(served=sampling_defaults(eos_token_id=[2, 3, 4, 5])),
+    # tokens
+    "tokenizer begins texts with a special token": fault(served=begins_with_eos),
+    "other chat template": fault(trained=other_template),
+    "a context of 64 tokens": fault(options=(*PROCESSED, "--max-model-len", "64")),
+    # adapters
+    "adapter absent": fault(adapter=adapter()),
+    "adapter of twice the scale": fault(options=LORA, served=lora(adapter(alpha=32)), adapter=adapter(), adapter_name="policy="),
+    "adapter of another step": fault(options=LORA, served=lora(adapter(seed=6)), adapter=adapter(), adapter_name="policy="),
+    "adapter served, base asked": fault(options=LORA, served=lora(adapter()), adapter=adapter()),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def directory(model: Path, at: Path, change: Change | None) -> Iterator[Path]:
+    shutil.copytree(model, at)
+    if change is not None:
+        change(at)
+    yield at
+    shutil.rmtree(at)
+
+
+def examined(url: str, model: Path, options: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tokentrue", "doctor", "--engine", "vllm", "--url", url, "--model", str(model)]
+    done = subprocess.run([*command, "--json", *options], capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1) or not done.stdout.startswith("{"):
+        return {"ok": False, "findings": [], "error": (done.stderr or done.stdout).strip()[-300:]}
+    return json.loads(done.stdout)
+
+
+def run_case(case: Case, url: str, model: Path, folder: Path) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        def made(name: str, change: Change | None) -> str:
+            return str(stack.enter_context(directory(model, folder / name, change)))
+
+        options = [] if case.dtype is None else ["--dtype", case.dtype]
+        if case.previous is not None:
+            options += ["--previous", made("previous", case.previous)]
+        if case.adapter is not None:
+            options += ["--adapter", case.adapter_name + made("adapter", case.adapter)]
+        return examined(url, Path(made("trained", case.trained)), options)
+
+
+def verdict(case: Case, report: dict[str, Any]) -> tuple[str, str]:
+    """As `matrix.py` judges: the verdict, and what the doctor said."""
+    if "error" in report:
+        return "error", report["error"]
+    faults = [one for one in report["findings"] if one["verdict"] == "fault"]
+    found = list(dict.fromkeys(one["fault"] for one in faults))
+    listed = [{one["fault"], *one["alternatives"]} for one in faults]
+    said = ", ".join(" or ".join(sorted(one)) for one in listed) + "".join(f" [{one['detail'][:150]}]" for one in faults[:1])
+    if not case.expected:
+        return ("false alarm" if found else "ok"), said
+    if not found:
+        return "missed", said
+    if found == ["unknown"]:
+        return ("unknown (right)" if "unknown" in case.expected else "unknown"), said
+    if set(found) <= case.expected:
+        return "named", said
+    return ("listed" if all(one & case.expected for one in listed) else "wrong"), said
+
+
+@contextlib.contextmanager
+def server(case: Case, model: Path, folder: Path) -> Iterator[str]:
+    with directory(model, folder / "served", case.served) as served:
+        options = [option.replace("{folder}", str(folder)) for option in case.options]
+        process, url = serve(os.environ["TOKENTRUE_VLLM_PYTHON"], served, folder / "log", *options, context=2048)
+        try:
+            if case.prepare is not None:
+                case.prepare(url, served)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--model", type=Path, default=CALCULATOR)
+    parser.add_argument("--dtype", default="float32", help="of the server and of the doctor")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args()
+    cases = {**HEALTHY, **FAULTS}
+    if given.list:
+        print("\n".join(cases))
+        return
+    by_server: dict[Any, list[str]] = {}
+    for name, case in cases.items():
+        row = {"set": "vllm", "model": given.model.name, "dtype": given.dtype, "case": name}
+        is_done = any(row.items() <= one.items() for one in read_rows([given.results]))
+        if not is_done and any(one in name for one in given.only.split(",")):
+            key = (case.options, case.served, name if case.prepare else None)
+            by_server.setdefault(key, []).append(name)
+    for names in by_server.values():
+        with tempfile.TemporaryDirectory() as made:
+            folder, start = Path(made), time.monotonic()
+            try:
+                with server(cases[names[0]], given.model, folder) as url:
+                    print(f"started in {time.monotonic() - start:.0f} s", flush=True)
+                    for name in names:
+                        play(name, cases[name], url, folder, given)
+            except BaseException as error:
+                log = (folder / "log").read_text()[-3000:] if (folder / "log").exists() else ""
+                print(f"{names}: {type(error).__name__}: {error}\n{log}", flush=True)
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+
+
+def play(name: str, case: Case, url: str, folder: Path, given: argparse.Namespace) -> None:
+    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    report = run_case(case, url, given.model, folder)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    said = verdict(case, report)
+    row = {
+        "set": "vllm",
+        "model": given.model.name,
+        "dtype": given.dtype,
+        "kind": "fault" if case.expected else "healthy",
+        "case": name,
+        "verdict": said[0],
+        "said": said[1],
+        "seconds": round(time.monotonic() - start),
+        "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime),
+    }
+    print(f"{name} | {row['verdict']} | {row['said']} | {row['seconds']} s, {row['cpu_seconds']} s of a core", flush=True)
+    with given.results.open("a") as file:
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    kept = given.results.with_suffix(".d")
+    kept.mkdir(exist_ok=True)
+    (kept / f"{name.replace('/', ' ')}.json").write_text(json.dumps(report, indent=1, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()
