@@ -193,8 +193,8 @@ def adapters(folder: Path) -> None:
         made(folder.parent / name)
 
 
-def fault(**fields: Any) -> Case:
-    return Case(expected=frozenset({"?"}), **fields)
+def fault(names: str, **fields: Any) -> Case:
+    return Case(expected=frozenset(names.split()), **fields)
 
 
 def healthy(**fields: Any) -> Case:
@@ -225,48 +225,48 @@ HEALTHY: dict[str, Case] = {
 }
 FAULTS: dict[str, Case] = {
     # weights that did not arrive
-    "stale weights": fault(trained=step()),
-    "stale weights, previous given": fault(trained=step(), previous=lambda folder: None),
-    "stale layer": fault(trained=step(among="layers.1.")),
-    "stale layer, previous given": fault(trained=step(among="layers.1."), previous=step(-1.0, besides="layers.1.")),
-    "stale tensor, previous given": fault(
+    "stale weights": fault("unknown", trained=step()),
+    "stale weights, previous given": fault("stale_weights", trained=step(), previous=lambda folder: None),
+    "stale layer": fault("unknown", trained=step(among="layers.1.")),
+    "stale layer, previous given": fault("stale_weights", trained=step(among="layers.1."), previous=step(-1.0, besides="layers.1.")),
+    "stale tensor, previous given": fault("stale_weights",
         trained=step(among="layers.0.mlp.down_proj"), previous=step(-1.0, besides="layers.0.mlp.down_proj")
     ),
-    "stale head, tied at the trainer, previous given": fault(served=stale_head, previous=step(-1.0)),
-    "prefix cache kept over an update": fault(served=step(-1.0), prepare=cache_kept_over_an_update),
-    "prefix cache kept over an update, previous given": fault(
+    "stale head, tied at the trainer, previous given": fault("stale_weights", served=stale_head, previous=step(-1.0)),
+    "prefix cache kept over an update": fault("prefix_cache", served=step(-1.0), prepare=cache_kept_over_an_update),
+    "prefix cache kept over an update, previous given": fault("prefix_cache stale_weights",
         served=step(-1.0), prepare=cache_kept_over_an_update, previous=step(-1.0)
     ),
     # settings of the model
-    "rope base ten times larger at the trainer": fault(trained=rope(times=10)),
-    "YaRN at the trainer alone": fault(trained=rope(**YARN)),
-    "YaRN by --hf-overrides": fault(
+    "rope base ten times larger at the trainer": fault("rope", trained=rope(times=10)),
+    "YaRN at the trainer alone": fault("rope", trained=rope(**YARN)),
+    "YaRN by --hf-overrides": fault("rope",
         options=(*PROCESSED, "--hf-overrides", json.dumps({"rope_parameters": {"rope_theta": 10000.0, **YARN}}))
     ),
-    "norm epsilon 1e-5 at the trainer": fault(trained=config(rms_norm_eps=1e-5)),
-    "window of 64 at the trainer alone": fault(
+    "norm epsilon 1e-5 at the trainer": fault("norm_epsilon", trained=config(rms_norm_eps=1e-5)),
+    "window of 64 at the trainer alone": fault("sliding_window",
         trained=config(use_sliding_window=True, sliding_window=64, max_window_layers=0, layer_types=["sliding_attention"] * 3)
     ),
-    "vocabulary padded with zeros": fault(served=padded_vocabulary),
+    "vocabulary padded with zeros": fault("vocab_padding", served=padded_vocabulary),
     # precision
-    "bfloat16": fault(options=(*PROCESSED, "--dtype", "bfloat16")),
-    "float16": fault(options=(*PROCESSED, "--dtype", "float16")),
-    "cache in fp8": fault(options=(*PROCESSED, "--kv-cache-dtype", "fp8")),
-    "weights in fp8": fault(options=(*PROCESSED, "--quantization", "fp8")),
+    "bfloat16": fault("dtype_bfloat16", options=(*PROCESSED, "--dtype", "bfloat16")),
+    "float16": fault("dtype_float16", options=(*PROCESSED, "--dtype", "float16")),
+    "cache in fp8": fault("fp8_kv_cache", options=(*PROCESSED, "--kv-cache-dtype", "fp8")),
+    "weights in fp8": fault("fp8_weights", options=(*PROCESSED, "--quantization", "fp8")),
     # sampling and reports
-    "raw log-probabilities": fault(options=TOKENS),
-    "raw logits": fault(options=("--logprobs-mode", "raw_logits", *TOKENS)),
-    "processed logits": fault(options=("--logprobs-mode", "processed_logits", *TOKENS)),
-    "other stop tokens in generation_config.json": fault(served=sampling_defaults(eos_token_id=[2, 3, 4, 5])),
+    "raw log-probabilities": fault("raw_logprobs", options=TOKENS),
+    "raw logits": fault("bad_logprobs", options=("--logprobs-mode", "raw_logits", *TOKENS)),
+    "processed logits": fault("bad_logprobs", options=("--logprobs-mode", "processed_logits", *TOKENS)),
+    "other stop tokens in generation_config.json": fault("special_tokens", served=sampling_defaults(eos_token_id=[2, 3, 4, 5])),
     # tokens
-    "tokenizer begins texts with a special token": fault(served=begins_with_eos),
-    "other chat template": fault(trained=other_template),
-    "a context of 64 tokens": fault(options=(*PROCESSED, "--max-model-len", "64")),
+    "tokenizer begins texts with a special token": fault("tokenizer bos_added", served=begins_with_eos),
+    "other chat template": fault("template", trained=other_template),
+    "a context of 64 tokens": fault("engine_refused context_truncated", options=(*PROCESSED, "--max-model-len", "64")),
     # adapters
-    "adapter absent": fault(adapter=adapter()),
-    "adapter of twice the scale": fault(options=LORA, served=adapters, adapter=adapter(), adapter_name="louder="),
-    "adapter of another step": fault(options=LORA, served=adapters, adapter=adapter(), adapter_name="other="),
-    "adapter served, base asked": fault(options=LORA, served=adapters, adapter=adapter()),
+    "adapter absent": fault("adapter_missing", adapter=adapter()),
+    "adapter of twice the scale": fault("adapter_missing", options=LORA, served=adapters, adapter=adapter(), adapter_name="louder="),
+    "adapter of another step": fault("unknown", options=LORA, served=adapters, adapter=adapter(), adapter_name="other="),
+    "adapter served, base asked": fault("adapter_missing", options=LORA, served=adapters, adapter=adapter()),
 }  # fmt: skip
 
 
