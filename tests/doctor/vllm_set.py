@@ -22,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.doctor.engines import CALCULATOR
+from tests.doctor.engines import CALCULATOR, quantise, to_int8
 from tests.doctor.matrix import read_rows
 from tests.providers.test_vllm_real import serve
+from tokentrue.doctor.reference import load_model
 
 Change = Callable[[Path], None]
 TOKENS = ("--enable-scale-out", "--max-logprobs", "20")
@@ -118,6 +119,17 @@ def padded_vocabulary(folder: Path) -> None:
 
 def sampling_defaults(**values: Any) -> Change:
     return lambda folder: edit_json(folder, "generation_config.json", do_sample=True, **values)
+
+
+def fewer_merges(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    spec["model"]["merges"] = spec["model"]["merges"][: -len(spec["model"]["merges"]) // 3]
+    file.write_text(json.dumps(spec))
+
+
+def rounded_to_int8(folder: Path) -> None:
+    quantise(load_model(folder), to_int8).save_pretrained(folder)
 
 
 def begins_with_eos(folder: Path) -> None:
@@ -251,6 +263,7 @@ FAULTS: dict[str, Case] = {
     # precision
     "bfloat16": fault("dtype_bfloat16", options=(*PROCESSED, "--dtype", "bfloat16")),
     "float16": fault("dtype_float16", options=(*PROCESSED, "--dtype", "float16")),
+    "int8 weights": fault("int8_weights", served=rounded_to_int8),
     "cache in fp8": fault("fp8_kv_cache", options=(*PROCESSED, "--kv-cache-dtype", "fp8")),
     "weights in fp8": fault("fp8_weights", options=(*PROCESSED, "--quantization", "fp8")),
     # sampling and reports
@@ -260,6 +273,7 @@ FAULTS: dict[str, Case] = {
     "other stop tokens in generation_config.json": fault("special_tokens", served=sampling_defaults(eos_token_id=[2, 3, 4, 5])),
     # tokens
     "tokenizer begins texts with a special token": fault("tokenizer bos_added", served=begins_with_eos),
+    "other tokenizer revision": fault("tokenizer", trained=fewer_merges),
     "other chat template": fault("template", trained=other_template),
     "a context of 64 tokens": fault("engine_refused context_truncated", options=(*PROCESSED, "--max-model-len", "64")),
     # adapters
@@ -268,6 +282,19 @@ FAULTS: dict[str, Case] = {
     "adapter of another step": fault("unknown", options=LORA, served=adapters, adapter=adapter(), adapter_name="other="),
     "adapter served, base asked": fault("adapter_missing", options=LORA, served=adapters, adapter=adapter()),
 }  # fmt: skip
+CASES = {**HEALTHY, **FAULTS}
+
+
+def server_key(name: str, case: Case) -> object:
+    """Equal for cases that the same server serves."""
+    return case.options, case.served, name if case.prepare else None
+
+
+def by_server(cases: Mapping[str, Case]) -> dict[object, list[str]]:
+    names: dict[object, list[str]] = {}
+    for name, case in cases.items():
+        names.setdefault(server_key(name, case), []).append(name)
+    return names
 
 
 @contextlib.contextmanager
@@ -301,7 +328,7 @@ def run_case(case: Case, url: str, model: Path, folder: Path, dtype: str) -> dic
         return examined(url, Path(made("trained", case.trained)), options)
 
 
-def verdict(case: Case, report: dict[str, Any]) -> tuple[str, str]:
+def judge(case: Case, report: dict[str, Any]) -> tuple[str, str]:
     """As `matrix.py` judges: the verdict, and what the doctor said."""
     if "error" in report:
         return "error", report["error"]
@@ -344,25 +371,24 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--list", action="store_true")
     given = parser.parse_args()
-    cases = {**HEALTHY, **FAULTS}
     if given.list:
-        print("\n".join(cases))
+        print("\n".join(CASES))
         return
-    by_server: dict[Any, list[str]] = {}
-    for name, case in cases.items():
-        row = {"set": "vllm", "model": given.model.name, "dtype": given.dtype, "case": name}
-        is_done = any(row.items() <= one.items() for one in read_rows([given.results]))
-        if not is_done and any(one in name for one in given.only.split(",")):
-            key = (case.options, case.served, name if case.prepare else None)
-            by_server.setdefault(key, []).append(name)
-    for names in by_server.values():
+    row = {"set": "vllm", "model": given.model.name, "dtype": given.dtype}
+    done = {one["case"] for one in read_rows([given.results]) if row.items() <= one.items()}
+    wanted = {
+        name: case
+        for name, case in CASES.items()
+        if name not in done and any(one in name for one in given.only.split(","))
+    }
+    for names in by_server(wanted).values():
         with tempfile.TemporaryDirectory() as made:
             folder, start = Path(made), time.monotonic()
             try:
-                with server(cases[names[0]], given.model, folder, given.dtype) as url:
+                with server(CASES[names[0]], given.model, folder, given.dtype) as url:
                     print(f"started in {time.monotonic() - start:.0f} s", flush=True)
                     for name in names:
-                        play(name, cases[name], url, folder, given)
+                        play(name, CASES[name], url, folder, given)
             except BaseException as error:
                 log = (folder / "log").read_text()[-3000:] if (folder / "log").exists() else ""
                 print(f"{names}: {type(error).__name__}: {error}\n{log}", flush=True)
@@ -374,7 +400,7 @@ def play(name: str, case: Case, url: str, folder: Path, given: argparse.Namespac
     start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     report = run_case(case, url, given.model, folder, given.dtype)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    said = verdict(case, report)
+    said = judge(case, report)
     row = {
         "set": "vllm",
         "model": given.model.name,
