@@ -268,8 +268,8 @@ FAULTS: dict[str, Case] = {
     "weights in fp8": fault("fp8_weights", options=(*PROCESSED, "--quantization", "fp8")),
     # sampling and reports
     "raw log-probabilities": fault("raw_logprobs", options=TOKENS),
-    "raw logits": fault("bad_logprobs", options=("--logprobs-mode", "raw_logits", *TOKENS)),
-    "processed logits": fault("bad_logprobs", options=("--logprobs-mode", "processed_logits", *TOKENS)),
+    "raw logits": fault("refused", options=("--logprobs-mode", "raw_logits", *TOKENS)),
+    "processed logits": fault("refused", options=("--logprobs-mode", "processed_logits", *TOKENS)),
     "other stop tokens in generation_config.json": fault("special_tokens", served=sampling_defaults(eos_token_id=[2, 3, 4, 5])),
     # tokens
     "tokenizer begins texts with a special token": fault("tokenizer bos_added", served=begins_with_eos),
@@ -331,7 +331,8 @@ def run_case(case: Case, url: str, model: Path, folder: Path, dtype: str) -> dic
 def judge(case: Case, report: dict[str, Any]) -> tuple[str, str]:
     """As `matrix.py` judges: the verdict, and what the doctor said."""
     if "error" in report:
-        return "error", report["error"]
+        cured = "refused" in case.expected and "--logprobs-mode processed_logprobs" in report["error"]
+        return "named" if cured else "wrong", report["error"]
     faults = [one for one in report["findings"] if one["verdict"] == "fault"]
     found = list(dict.fromkeys(one["fault"] for one in faults))
     listed = [{one["fault"], *one["alternatives"]} for one in faults]
