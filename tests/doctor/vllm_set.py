@@ -1,8 +1,9 @@
 """Faults of a real vLLM on CPU, and the healthy ones: what a user may set, forget or mix up from outside the server.
 
 `TOKENTRUE_VLLM_PYTHON=PYTHON python -m tests.doctor.vllm_set --results FILE [--model DIR] [--dtype bfloat16] [--only A,B]`
-examines each by `tokentrue doctor` and appends a JSON line to FILE; `python -m tests.doctor.matrix show --all FILE`
-prints them. `--list` prints the cases. One server runs at a time; cases with the same server share it.
+examines each by `tokentrue doctor`, appends a JSON line to FILE and writes the report beside it; cases that FILE holds
+are not examined again. `--show` prints FILE as the table of docs/doctor.md, `--list` the cases. One server runs at a
+time; cases with the same server share it.
 
 Half of the faults are between two directories: the server has one, the trainer the other. Those change the trainer's,
 so that one server serves for all of them.
@@ -39,6 +40,7 @@ Change = Callable[[Path], None]
 TOKENS = ("--enable-scale-out", "--max-logprobs", "20")
 PROCESSED = ("--logprobs-mode", "processed_logprobs", *TOKENS)
 WEIGHTS = "model.safetensors"
+RESULTS = Path(__file__).with_name("vllm_results.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,14 +368,18 @@ def server(case: Case, model: Path, folder: Path, dtype: str) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--results", type=Path)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--model", type=Path, default=CALCULATOR)
     parser.add_argument("--dtype", default="float32", help="of the server and of the doctor")
     parser.add_argument("--only", default="")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--show", action="store_true")
     given = parser.parse_args()
     if given.list:
         print("\n".join(CASES))
+        return
+    if given.show:
+        show(read_rows([given.results]))
         return
     row = {"set": "vllm", "model": given.model.name, "dtype": given.dtype}
     done = {one["case"] for one in read_rows([given.results]) if row.items() <= one.items()}
@@ -395,6 +401,13 @@ def main() -> None:
                 print(f"{names}: {type(error).__name__}: {error}\n{log}", flush=True)
                 if isinstance(error, KeyboardInterrupt):
                     raise
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print("| model | case | verdict | what the doctor said | seconds of a core |\n" + "|---" * 5 + "|")
+    for row in rows:
+        cells = (row["model"], row["case"], row["verdict"], row["said"].split(":")[0] or "-", row["cpu_seconds"])
+        print("| " + " | ".join(map(str, cells)) + " |")
 
 
 def play(name: str, case: Case, url: str, folder: Path, given: argparse.Namespace) -> None:
