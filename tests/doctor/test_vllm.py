@@ -43,7 +43,7 @@ def url_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
     with ExitStack() as stack:
 
         def start(name: str) -> tuple[str, Path]:
-            key = vllm_set.server_key(name, CASES[name])
+            key = vllm_set.server_key(CASES[name])
             if key not in started:
                 started.clear()
                 stack.close()

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,8 +53,6 @@ class Case:
     previous: Change | None = None
     adapter: Change | None = None
     adapter_name: str = ""
-    prepare: Callable[[str, Path, Path, str], None] | None = None
-    """Called with the server's URL, the served directory, the model and the dtype before the examination."""
 
 
 def edit_json(folder: Path, name: str, **changes: Any) -> None:
@@ -179,19 +176,6 @@ def adapter(alpha: float = 16, seed: int = 5) -> Change:
     return change
 
 
-def post(url: str, route: str, body: dict[str, Any]) -> None:
-    request = urllib.request.Request(url + route, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        answer.read()
-
-
-def cache_kept_over_an_update(url: str, served: Path, model: Path, dtype: str) -> None:
-    """The first examination fills the prefix cache with the weights before the update."""
-    examined(url, served, ["--dtype", dtype])
-    shutil.copy(model / WEIGHTS, served / WEIGHTS)
-    post(url, "/collective_rpc", {"method": "reload_weights"})
-
-
 COMPLETIONS = ("--logprobs-mode", "processed_logprobs")
 LORA = (
     *PROCESSED, "--enable-lora", "--max-loras", "3", "--max-lora-rank", "8",
@@ -247,10 +231,6 @@ FAULTS: dict[str, Case] = {
         trained=step(among="layers.0.mlp.down_proj"), previous=step(-1.0, besides="layers.0.mlp.down_proj")
     ),
     "stale head, tied at the trainer, previous given": fault("stale_weights", served=stale_head, previous=step(-1.0)),
-    "prefix cache kept over an update": fault("prefix_cache", served=step(-1.0), prepare=cache_kept_over_an_update),
-    "prefix cache kept over an update, previous given": fault("prefix_cache stale_weights",
-        served=step(-1.0), prepare=cache_kept_over_an_update, previous=step(-1.0)
-    ),
     # settings of the model
     "rope base ten times larger at the trainer": fault("rope", trained=rope(times=10)),
     "YaRN at the trainer alone": fault("rope", trained=rope(**YARN)),
@@ -287,15 +267,15 @@ FAULTS: dict[str, Case] = {
 CASES = {**HEALTHY, **FAULTS}
 
 
-def server_key(name: str, case: Case) -> object:
+def server_key(case: Case) -> object:
     """Equal for cases that the same server serves."""
-    return case.options, case.served, name if case.prepare else None
+    return case.options, case.served
 
 
 def by_server(cases: Mapping[str, Case]) -> dict[object, list[str]]:
     names: dict[object, list[str]] = {}
     for name, case in cases.items():
-        names.setdefault(server_key(name, case), []).append(name)
+        names.setdefault(server_key(case), []).append(name)
     return names
 
 
@@ -334,7 +314,7 @@ def judge(case: Case, report: dict[str, Any]) -> tuple[str, str]:
     """As `matrix.py` judges: the verdict, and what the doctor said."""
     if "error" in report:
         cured = "refused" in case.expected and "--logprobs-mode processed_logprobs" in report["error"]
-        return "named" if cured else "wrong", report["error"]
+        return "refused" if cured else "wrong", report["error"]
     faults = [one for one in report["findings"] if one["verdict"] == "fault"]
     found = list(dict.fromkeys(one["fault"] for one in faults))
     listed = [{one["fault"], *one["alternatives"]} for one in faults]
@@ -358,8 +338,6 @@ def server(case: Case, model: Path, folder: Path, dtype: str) -> Iterator[str]:
         options = ["--dtype", dtype, *(option.replace("{folder}", str(folder)) for option in case.options)]
         process, url = serve(os.environ["TOKENTRUE_VLLM_PYTHON"], served, folder / "log", *options, context=2048)
         try:
-            if case.prepare is not None:
-                case.prepare(url, served, model, dtype)
             yield url
         finally:
             process.terminate()
@@ -406,7 +384,7 @@ def main() -> None:
 def show(rows: list[dict[str, Any]]) -> None:
     print("| model | case | verdict | what the doctor said | seconds of a core |\n" + "|---" * 5 + "|")
     for row in rows:
-        cells = (row["model"], row["case"], row["verdict"], row["said"].split(":")[0] or "-", row["cpu_seconds"])
+        cells = (row["model"], row["case"], row["verdict"], row["said"].split(" [")[0] or "-", row["cpu_seconds"])
         print("| " + " | ".join(map(str, cells)) + " |")
 
 
