@@ -47,6 +47,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.answer: Any = None
+        self.probed: Any = vllm()  # vLLM's adapter learns from it what log-probabilities mean
         self.requests: list[dict[str, Any]] = []
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -57,8 +58,8 @@ class Engine:
         answer = self.answer
         if isinstance(answer, web.Response):
             return answer
-        if body.get("sampling_params", {}).get("max_tokens") == 1:  # vLLM's adapter learns what log-probabilities mean
-            answer = vllm()
+        if body.get("sampling_params", {}).get("max_tokens") == 1:
+            answer = self.probed
         if not body["stream"]:
             return web.Response(body=answer if isinstance(answer, bytes) else json.dumps(answer).encode())
         response = web.StreamResponse()
@@ -248,6 +249,17 @@ async def test_health_tells_what_the_server_says_of_the_model_in_use(engine: tup
     finally:
         await chosen.close()
         await missing.close()
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+async def test_a_server_that_reports_logits_is_refused_with_the_option_that_mends_it(
+    engine: tuple[Engine, VLLMProvider],
+) -> None:
+    server, provider = engine
+    row = {"token_id": 8, "logprob": 3.5, "top_logprobs": [{"token_id": 8, "logprob": 3.5}]}
+    server.probed = vllm(token_ids=[8], logprobs={"content": [row]})
+    with pytest.raises(EngineContractError, match=r"returned 3\.5 .* --logprobs-mode processed_logprobs"):
+        await provider.health()
 
 
 @pytest.mark.parametrize("streamed", [False, True])

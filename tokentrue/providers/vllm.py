@@ -265,7 +265,11 @@ class VLLMProvider(RemoteEngine):
             sampling = Sampling(temperature=temperature, max_tokens=1, top_logprobs=2, seed=1)
             answer = self._new_answer(CompletionBuilder(self.name, ids), sampling)
             path, body = self._body(EngineRequest(ids, sampling, request_id=uuid4().hex))
-            answer.add(await self._http.read("POST", path, body))
+            reply = await self._http.read("POST", path, body)
+            try:
+                answer.add(reply)
+            except EngineContractError as error:  # logits, for one: --logprobs-mode raw_logits
+                raise EngineContractError(f"{error}; start it with --logprobs-mode processed_logprobs") from error
             if not answer.builder.top or not answer.builder.top[0]:
                 raise EngineContractError("vllm returned no top log-probabilities; is --max-logprobs 0?")
             best.append(max(answer.builder.top[0].values()))
