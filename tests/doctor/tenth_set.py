@@ -119,8 +119,8 @@ def rotary_tables_lost_in_sleep(model: Any, dtype: str, rng: random.Random) -> S
     memory of zeros (vllm#16564, vllm#29341, vllm-ascend#17217, vime#446)."""
     tables = model.model.rotary_emb.forward
 
-    def zeros(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.zeros_like(table) for table in tables(x, positions))
+    def zeros(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros_like(table) for table in tables(x, position_ids))
 
     model.model.rotary_emb.forward = zeros
     return Seeded(Plain(model, dtype))
@@ -295,8 +295,8 @@ def rotary_phases_in_bfloat16(model: Any, dtype: str, rng: random.Random) -> See
     transformers#29496, transformers#29285, UNI-D2#6)."""
     rotary = model.model.rotary_emb
 
-    def rounded(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        phases = positions[..., None].bfloat16() * rotary.inv_freq.bfloat16()
+    def rounded(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        phases = position_ids[..., None].bfloat16() * rotary.inv_freq.bfloat16()
         phases = torch.cat((phases, phases), -1).float()
         return phases.cos().to(x.dtype), phases.sin().to(x.dtype)
 
@@ -390,7 +390,7 @@ def rotary_base_of_the_class(model: Any, dtype: str, rng: random.Random) -> Seed
 def epsilon_of_the_class(model: Any, dtype: str, rng: random.Random) -> Seeded:
     """The norms are built without the configuration's epsilon (transformers#38025, torchtune#29, candle#271)."""
     for norm in norms_of(model):
-        norm.variance_epsilon = 1e-5
+        norm.variance_epsilon = 1e-5 if norm.variance_epsilon < 5e-6 else 1e-6
     return Seeded(Plain(model, dtype))
 
 
