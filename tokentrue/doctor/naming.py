@@ -367,7 +367,8 @@ def fit_dtypes(data: Evidence) -> list[Fit]:
         hypothesis = Hypothesis(f"dtype_{dtype}", f"weights and operators in {dtype}", {})
         orders = [*data.orders(dtype)]
         own = max(data.size(one - other, data.held) for one in orders for other in orders)
-        for residual in (data.e - order for order in orders):
+        # An engine of other kernels rounds like none of them: what they have in common is what it shares with them all.
+        for residual in (data.e - order for order in (*orders, sum(orders) / len(orders))):
             left = data.size(residual, ~data.held)
             found.append(Fit(hypothesis=hypothesis, x=0.0, left=left, residual=residual, own=own))
     return sorted(found, key=lambda one: one.left)
@@ -567,8 +568,10 @@ def list_sets(names: Sequence[str]) -> Iterator[Iterable[str]]:
     yield chain(*inner)
     for first, end in combinations(range(len(inner) + 1), 2) if len(inner) < 13 else ():
         yield chain(*inner[first:end])
-    for words in (*kinds, "self_attn", "mlp", "_proj", "norm"):
-        yield (name for name in names if words in name) if words else kinds[words]
+    for words in (*kinds, "self_attn", "mlp", "_proj", "norm", "experts"):
+        chosen = [name for name in names if words in name] if words else kinds[words]
+        yield chosen
+        yield (name for name in names if name not in chosen)
 
 
 def _has_size(hypothesis: Hypothesis) -> bool:
