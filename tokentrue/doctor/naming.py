@@ -371,13 +371,13 @@ def fit_dtypes(data: Evidence) -> list[Fit]:
         hypothesis = Hypothesis(f"dtype_{dtype}", f"weights and operators in {dtype}", {})
         orders = [*data.orders(dtype)]
         own = max(data.size(one - other, data.held) for one in orders for other in orders)
-        for residual in (data.e - order for order in (*orders, _mix(data, orders))):
+        for residual in (data.e - order for order in (*orders, mix_orders(data, orders))):
             left = data.size(residual, ~data.held)
             found.append(Fit(hypothesis=hypothesis, x=0.0, left=left, residual=residual, own=own))
     return sorted(found, key=lambda one: one.left)
 
 
-def _mix(data: Evidence, orders: Sequence[Tensor]) -> Tensor:
+def mix_orders(data: Evidence, orders: Sequence[Tensor]) -> Tensor:
     """What lies between the orders and nearest on the tokens of the fit: other kernels round here as one of them does,
     there as another."""
     first, *others = orders

@@ -276,9 +276,7 @@ class Reference:
         self.kept = KeptStates(self.model)
 
     @contextmanager
-    def in_dtype(
-        self, dtype: str, *, are_tables_wide: bool = False, are_norms_wide: bool = False
-    ) -> Iterator[None]:
+    def in_dtype(self, dtype: str, *, are_tables_wide: bool = False, are_norms_wide: bool = False) -> Iterator[None]:
         """The model computes in that dtype, but for the sums in a product; rotary frequencies may stay in float32, and
         norms may round once, after their weights."""
         tensors = [*self.model.parameters(), *([] if are_tables_wide else self.model.buffers())]
