@@ -105,7 +105,7 @@ def in_another_dtype(kind: str) -> Plain:
     model = e.calculator()
     if kind == "projections in bfloat16":
         for one in (part for part in model.model.modules() if isinstance(part, torch.nn.Linear)):
-            one.forward = partial(products_in_bfloat16, one.weight.data.bfloat16())
+            one.forward = partial(products_in_bfloat16, one.weight.data.bfloat16())  # type: ignore[assignment]
         return Plain(model, "float32")
     if kind == "int8 in bfloat16":
         return Plain(e.quantise(model, e.to_int8), "bfloat16")

@@ -845,6 +845,7 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     matrices = {at: one for at, one in places.items() if one.weight.dim() > 1}
     inner = {at: one for at, one in matrices.items() if one.module not in ends}
     outer = {at: one for at, one in matrices.items() if one.module in ends}
+    experts = {at: one for at, one in inner.items() if ".experts." in at}
     linears = [one for one in model.modules() if isinstance(one, nn.Linear) and one is not head]
 
     def inputs(to: Rounding, prompt: Rounding | None = None) -> dict[str, Apply]:
@@ -864,9 +865,9 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
         row = FORMATS["fp8"]["float8_e4m3fn per row"] if kind == "fp8" else FORMATS["int8"]["int8 per row"]
         forms = _weight_forms(inner, shared, row, kind, inputs)
         yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in forms.items())
-        # Most engines leave embedding and output layer as they are; some round these.
-        for chosen in (*({at: one} for at, one in outer.items()), outer):
-            where = " and ".join(chosen)
+        # Most engines leave embedding and output layer as they are; some round these, or experts alone.
+        for chosen in (*({at: one} for at, one in outer.items()), outer, experts):
+            where = "experts" if chosen is experts else " and ".join(chosen)
             named = {f"{label}; in {where}": _rounded(chosen, to) for label, to in shared.items()}
             yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in named.items())
     for kind, formats in {**FORMATS, **({"dtype": NARROW} if dtype == "float32" else {})}.items():
