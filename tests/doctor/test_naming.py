@@ -7,14 +7,16 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.doctor import eighth_set, fifth_set, fourth_set, ninth_set, reported, seventh_set, third_set
+from tests.doctor import eighth_set, fifth_set, fourth_set, ninth_set, reported, seventh_set, tenth_set, third_set
 from tests.doctor import engines as e
 from tests.doctor.ninth_set import SilentFilters
 from tests.doctor.seventh_set import Plain
@@ -23,7 +25,7 @@ from tokentrue.doctor.exam import STORY, EngineRoutes, Examination
 from tokentrue.doctor.findings import fault, ok, settle
 from tokentrue.doctor.hypotheses import list_hypotheses
 from tokentrue.doctor.interface import gather_observations, probe_meaning
-from tokentrue.doctor.naming import Evidence, Tokens, judge, judge_draws
+from tokentrue.doctor.naming import Evidence, Tokens, judge, judge_draws, mix_orders
 from tokentrue.doctor.reference import Observation
 from tokentrue.doctor.weights import _draws
 from tokentrue.providers.hf import HFProvider, filter_logprobs
@@ -97,6 +99,48 @@ async def test_a_dtype_is_not_named_by_the_size_of_a_difference() -> None:
     evidence = await gather(reported.Engine(model))
     assert 0.2 < float(evidence.e.abs().mean() / rounded) < 5
     assert judged(evidence, only="dtype").fault == "unknown"
+
+
+def in_another_dtype(kind: str) -> Plain:
+    model = e.calculator()
+    if kind == "projections in bfloat16":
+        for one in (part for part in model.model.modules() if isinstance(part, torch.nn.Linear)):
+            one.forward = partial(products_in_bfloat16, one.weight.data.bfloat16())  # type: ignore[assignment]
+        return Plain(model, "float32")
+    if kind == "int8 in bfloat16":
+        return Plain(e.quantise(model, e.to_int8), "bfloat16")
+    return tenth_set.HEALTHY[kind](model, "bfloat16", random.Random(1)).engine
+
+
+def products_in_bfloat16(weight: Tensor, states: Tensor) -> Tensor:
+    return torch.nn.functional.linear(states.bfloat16(), weight).float()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("norms_scaled_before_rounding", "dtype_bfloat16"),
+        pytest.param("rotary_tables_made_once", "dtype_bfloat16", marks=pytest.mark.slow),
+        pytest.param("sums_of_two_ranks", "dtype_bfloat16", marks=pytest.mark.slow),
+        pytest.param("running_softmax", "dtype_bfloat16", marks=pytest.mark.slow),
+        ("projections in bfloat16", "unknown"),  # no smaller than bfloat16 everywhere
+        ("int8 in bfloat16", "unknown"),
+    ],
+)
+async def test_bfloat16_is_named_whichever_kernels_round(kind: str, expected: str) -> None:
+    found = judged(await gather(in_another_dtype(kind)), only="^dtype")
+    assert found.fault == expected, found
+
+
+def test_orders_of_rounding_mix_where_an_engine_is_between_them() -> None:
+    """No single order explains half of what its place between them does."""
+    torch.manual_seed(1)
+    held = torch.arange(400) % 2 == 1
+    orders = [torch.randn(400) for _ in range(3)]
+    engine = 0.4 * orders[0] + 0.35 * orders[1] + 0.25 * orders[2]
+    data = SimpleNamespace(e=engine + 0.01 * torch.randn(400), weight=torch.ones(400), held=held)
+    left = data.e - mix_orders(data, orders)  # type: ignore[arg-type]
+    assert float(left[held].abs().mean()) < 0.02 < 0.5 * min(float((data.e - one).abs().mean()) for one in orders)
 
 
 @pytest.mark.slow
@@ -267,6 +311,7 @@ async def test_forms_parts_and_pairs_of_changes(
         ("rotary_angles_in_bfloat16", "float32", "rope", "rotary", "rotary positions, frequencies, angles, cosines"),
         ("left_padding_is_attended", "float32", "attention_mask", "fill", "fill prompts up to a multiple of"),
         ("accepted_drafts_are_reported_as_certain", "float32", "bad_logprobs", "", "0 in place of some"),
+        ("second_rank_not_updated", "float32", "stale_weights", "of 2", "shard 1 of 2: explains"),
         pytest.param("rotary_angles_in_bfloat16", "bfloat16", "rope", "rotary", "angles, cosines", marks=pytest.mark.slow),
         pytest.param("prefix_cache_survives_the_update", "float32", "prefix_cache", "", "full pages", marks=pytest.mark.slow),
         pytest.param("fused_projection_keeps_dummy_weights", "float32", "layer_skipped|weights_missing|weight_scale", "", "self_attn", marks=pytest.mark.slow),
@@ -276,12 +321,29 @@ async def test_forms_parts_and_pairs_of_changes(
 async def test_forms_of_common_reports(
     case: str, dtype: str, only: str, words: str, expected: str, tmp_path: Path
 ) -> None:
-    seeded = ninth_set.FAULTS[case](e.calculator(), dtype, random.Random(f"1 {case}"))
+    makers = ninth_set.FAULTS if case in ninth_set.FAULTS else tenth_set.FAULTS
+    seeded = makers[case](e.calculator(), dtype, random.Random(f"1 {case}"))
     if seeded.previous is not None:
         seeded.previous.save_pretrained(tmp_path)
     evidence = await gather(seeded.engine, dtype)
     found = judged(evidence, previous=tmp_path if seeded.previous is not None else None, only=only, words=words)
     assert found.fault in seeded.names and expected in found.detail, found
+
+
+@pytest.mark.parametrize(
+    ("only", "words", "expected"),
+    [
+        ("rope|weight_scale", "rotary|q_proj returns times", "rotary cosines and sines are 0"),
+        ("weight", "returns", "returns is 0"),  # a factor of 0 says nothing: weights that are 0 are listed first
+    ],
+)
+async def test_zeros_are_named_by_what_was_lost(only: str, words: str, expected: str) -> None:
+    seeded = tenth_set.FAULTS["rotary_tables_lost_in_sleep"](e.calculator(), "float32", random.Random(1))
+    exam = examination(seeded.engine)
+    await gather_observations(exam)  # such an engine stops soon: prompts say more
+    found = judged(Evidence(exam.reference, exam.observations, "float32"), only=only, words=words)
+    assert found.fault in seeded.names and expected in found.detail, found
+    assert "weight_scale" in found.alternatives, found
 
 
 @pytest.mark.parametrize(
@@ -301,6 +363,15 @@ async def test_forms_of_mixtures(case: str, only: str, expected: str, tmp_path: 
     seeded = ninth_set.MIXTURE[case](copy.deepcopy(model), "float32", random.Random(f"1 {case}"))
     found = judged(await gather(seeded.engine, reference=Reference(model)), only=only)
     assert found.fault == only and expected in found.detail, found
+
+
+async def test_an_update_that_the_experts_missed_is_one_of_its_parts(tmp_path: Path) -> None:
+    model = e.load_model(reported.mixture(tmp_path, e.CALCULATOR))
+    case = tenth_set.MIXTURE["experts_not_updated"](copy.deepcopy(model), "float32", random.Random(1))
+    case.previous.save_pretrained(tmp_path / "previous")
+    evidence = await gather(case.engine, reference=Reference(model))
+    found = judged(evidence, previous=tmp_path / "previous", only="stale_weights", words="of the update$")
+    assert found.fault == "stale_weights" and found.detail.count("experts") == 4, found
 
 
 async def test_draws_of_the_likeliest_token_alone_are_of_another_temperature() -> None:

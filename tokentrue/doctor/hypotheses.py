@@ -37,6 +37,7 @@ LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 PAGES, CHUNKS = (4, 8, 16, 32, 64), (16, 32, 64, 128, 256, 512)
 FEW = (1, 2, 4, 8, 16, 32)
 LAST = ("o_proj.weight", "down_proj.weight")  # whose sums tensor parallelism splits
+PADDED = 64  # engines fill the rows of the vocabulary up to a multiple of this before they split them
 TURNS = ("positions", "frequencies", "angles", "cosines and sines")  # in the order in which they are computed
 STEPS = ("products", "logits", "probabilities", "weights")
 LAYERS = r"(^|\.)(layers|h|blocks)\.\d+$"
@@ -113,6 +114,10 @@ def list_hypotheses(
     scaled = _at(_find(reference.model, r"(proj|norm|self_attn|mlp)$"), _out(lambda inputs, output, x: output * x))
     added = {at: unit for at, unit in scaled.items() if at.endswith(("self_attn", "mlp"))}
     for kind, units in {"attention and MLP": added, **_group(scaled)}.items():
+        # Nothing is a scale for a reason: weights that are 0, or branches that are left out, in all layers.
+        nothing = {"": lambda trial, x, units=units: [unit(trial, 0.0) for unit in units.values()]}
+        fault = "layer_skipped" if kind in ("attention and MLP", "self_attn", "mlp") else "weights_missing"
+        yield Hypothesis(fault, f"what {kind} returns is 0", nothing)
         label = f"what {kind} returns times {{x:.4g}}"
         yield Hypothesis("weight_scale", label, units, (*FAR, 0.0), "real", is_general=True)
 
@@ -432,8 +437,12 @@ def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> I
         if torch.equal(before, own):
             continue
         changed[name] = place.put(lambda now, x, was=before: was + x * (now - was))
-        for count, units in shards.items() if own.dim() > 1 else ():
-            units[name] = place.put(partial(_keep_shard, was=before, count=count, is_last=name.endswith(LAST)))
+        side = 1 if name.endswith(LAST) else 0
+        is_row = own.shape[0] == reference.vocab_size
+        size = own.shape[side] + (-own.shape[side] % PADDED if is_row else 0)
+        # What has one dimension, and a router, each rank has all of.
+        for count, units in shards.items() if own.dim() > 1 and (is_row or "_proj" in name) else ():
+            units[name] = place.put(partial(_keep_shard, was=before, count=count, size=size, side=side))
         if place.name.endswith("_proj.weight"):
             scaled[name] = place.put(lambda now, x, was=before: to_float8(now, was))
     if changed:
@@ -447,11 +456,10 @@ def _other_weights(reference: Reference, previous: Any, dtype: torch.dtype) -> I
     yield Hypothesis("fp8_weights", "float8 per matrix, scales of the previous weights", scaled, is_rounding=True)
 
 
-def _keep_shard(now: Tensor, x: float, *, was: Tensor, count: int, is_last: bool) -> Tensor:
-    """One rank of tensor parallelism has other weights: rows, or columns where sums are split."""
-    size = now.shape[-1 if is_last else 0]
-    places = torch.arange(size) * count // size == x
-    return torch.where(places if is_last else places[:, None], was, now)
+def _keep_shard(now: Tensor, x: float, *, was: Tensor, count: int, size: int, side: int) -> Tensor:
+    """One of `count` ranks that share the `size` places of a side has other weights."""
+    places = torch.arange(now.shape[side]) * count // size == x
+    return torch.where(places.view(*[1] * side, -1, *[1] * (now.dim() - side - 1)), was, now)
 
 
 def _in_spans(whole: Hypothesis) -> Iterator[Hypothesis]:
@@ -682,6 +690,10 @@ def _list_ropes(model: Any, config: Any) -> Rows:
         for name, to in NARROW.items():
             units = _at({"": own}, _out(partial(turn, to, parts), is_whole=True))
             yield "rope", f"rotary {', '.join(parts)} in {name}", units, how
+    # Tables are no weights: an update or a wake-up that brings weights alone leaves them empty.
+    for words, kept in {"cosines and sines": (0, 0), "cosines": (0, 1), "sines": (1, 0)}.items():
+        change = _out(lambda inputs, out, x, kept=kept: tuple(map(mul, out, kept)), is_whole=True)
+        yield "rope", f"rotary {words} are 0", _at({"": own}, change)
     stop = lambda one, trial, x: trial.give(one, "position_embeddings", still)  # noqa: E731
     yield "rope", "queries and keys are not turned", _at(_having(model, "q_proj", "k_proj"), stop), LOCAL
 
@@ -833,6 +845,7 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
     matrices = {at: one for at, one in places.items() if one.weight.dim() > 1}
     inner = {at: one for at, one in matrices.items() if one.module not in ends}
     outer = {at: one for at, one in matrices.items() if one.module in ends}
+    experts = {at: one for at, one in inner.items() if ".experts." in at}
     linears = [one for one in model.modules() if isinstance(one, nn.Linear) and one is not head]
 
     def inputs(to: Rounding, prompt: Rounding | None = None) -> dict[str, Apply]:
@@ -852,9 +865,9 @@ def _formats(model: Any, dtype: str) -> Iterator[Hypothesis]:
         row = FORMATS["fp8"]["float8_e4m3fn per row"] if kind == "fp8" else FORMATS["int8"]["int8 per row"]
         forms = _weight_forms(inner, shared, row, kind, inputs)
         yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in forms.items())
-        # Most engines leave embedding and output layer as they are; some round these.
-        for chosen in (*({at: one} for at, one in outer.items()), outer):
-            where = " and ".join(chosen)
+        # Most engines leave embedding and output layer as they are; some round these, or experts alone.
+        for chosen in (*({at: one} for at, one in outer.items()), outer, experts):
+            where = "experts" if chosen is experts else " and ".join(chosen)
             named = {f"{label}; in {where}": _rounded(chosen, to) for label, to in shared.items()}
             yield from _first_of((f"{kind}_weights", *form, ROUNDING) for form in named.items())
     for kind, formats in {**FORMATS, **({"dtype": NARROW} if dtype == "float32" else {})}.items():

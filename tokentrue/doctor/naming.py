@@ -43,6 +43,7 @@ BAND = 1.8  # the same in a coarser dtype, in units of the mean of the reference
 UNITS = (0.1, 0.15, 0.22, 0.33, 0.5, 0.7, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0)  # of noise, in those of the spread
 EDGE = 0.01  # of the entries: at most so many tokens at the edge of a filter
 WORST = 10.0  # nats: a token that a hypothesis makes impossible counts as this far off
+WAYS = ("", "tables", "norms", "eager")  # to round in 16 bits
 ALLOWED = 3.0  # times the spread, for single comparisons of an engine with itself
 EVIDENCE = 12.0  # nats of log-likelihood on the held-out half
 TOKENS = 4  # held-out tokens at least that a cause makes likelier
@@ -54,6 +55,7 @@ ASKED = ("stale_weights", "adapter_missing")  # what the user gave weights for
 LATE = ("prompt_changed", "bos_added", "context_truncated", "decode_positions", "sliding_window", "attention_mask")
 EMPTY = ("weights_missing", "layer_skipped")
 NEARLY = 0.97  # of a difference
+SHARED = 0.4  # of a difference, by orders of rounding; of differences of their size and other origin, less than a tenth
 FEW = 6  # layers that are tried one by one
 MANY = 40  # parts of a model that are tried one by one
 FINALISTS = 8
@@ -116,7 +118,8 @@ class Evidence:
 
     def orders(self, dtype: str) -> Iterator[Tensor]:
         """What the reference differs by in other orders of rounding."""
-        for order in [f"{dtype} {how}" for how in (("", "tables", "eager") if dtype != "float32" else ("eager",))]:
+        ways = ("eager",) if dtype == "float32" else ("", "tables", "eager") if dtype == self.dtype else WAYS
+        for order in [f"{dtype} {how}" for how in ways]:
             with self._computing(order):
                 is_cached = order.endswith("eager")
                 found = [compute_logits(self.reference.model, one, is_cached=is_cached) for one in self.observations]
@@ -131,7 +134,8 @@ class Evidence:
         try:
             if order.endswith("eager"):
                 model.set_attn_implementation("eager")
-            with self.reference.in_dtype(order.split(" ")[0] or "float32", are_tables_wide=order.endswith("tables")):
+            wide = {f"are_{what}_wide": order.endswith(what) for what in ("tables", "norms")}
+            with self.reference.in_dtype(order.split(" ")[0] or "float32", **wide):
                 yield
         finally:
             model.set_attn_implementation(own)
@@ -335,7 +339,7 @@ def is_confirmed(data: Evidence, fit: Fit) -> bool:
     if is_nearly(data, fit, part):
         return True
     if fit.own is not None:
-        return part > 0.5 and left <= fit.own
+        return part > SHARED and left <= fit.own
     (again,) = data.predict([(fit.hypothesis, fit.x)], range(len(data.observations)), data.other_order)
     own = 0.0 if again is None else data.size(again - (data.engine - fit.residual), held)
     return part > 0.5 and left <= (DEPARTS if data.is_exact else BAND) * own
@@ -367,10 +371,19 @@ def fit_dtypes(data: Evidence) -> list[Fit]:
         hypothesis = Hypothesis(f"dtype_{dtype}", f"weights and operators in {dtype}", {})
         orders = [*data.orders(dtype)]
         own = max(data.size(one - other, data.held) for one in orders for other in orders)
-        for residual in (data.e - order for order in orders):
+        for residual in (data.e - order for order in (*orders, mix_orders(data, orders))):
             left = data.size(residual, ~data.held)
             found.append(Fit(hypothesis=hypothesis, x=0.0, left=left, residual=residual, own=own))
     return sorted(found, key=lambda one: one.left)
+
+
+def mix_orders(data: Evidence, orders: Sequence[Tensor]) -> Tensor:
+    """What lies between the orders and nearest on the tokens of the fit: other kernels round here as one of them does,
+    there as another."""
+    first, *others = orders
+    apart = torch.stack([one - first for one in others], dim=1)
+    weight = (data.weight.sqrt() * ~data.held)[:, None]
+    return first + (apart @ torch.linalg.lstsq(weight * apart, weight * (data.e - first)[:, None]).solution)[:, 0]
 
 
 def reports_differ(data: Evidence) -> str:
@@ -567,8 +580,10 @@ def list_sets(names: Sequence[str]) -> Iterator[Iterable[str]]:
     yield chain(*inner)
     for first, end in combinations(range(len(inner) + 1), 2) if len(inner) < 13 else ():
         yield chain(*inner[first:end])
-    for words in (*kinds, "self_attn", "mlp", "_proj", "norm"):
-        yield (name for name in names if words in name) if words else kinds[words]
+    for words in (*kinds, "self_attn", "mlp", "_proj", "norm", "experts"):
+        chosen = [name for name in names if words in name] if words else kinds[words]
+        yield chosen
+        yield (name for name in names if name not in chosen)
 
 
 def _has_size(hypothesis: Hypothesis) -> bool:

@@ -276,14 +276,22 @@ class Reference:
         self.kept = KeptStates(self.model)
 
     @contextmanager
-    def in_dtype(self, dtype: str, *, are_tables_wide: bool = False) -> Iterator[None]:
-        """The model computes in that dtype, but for the sums in a product; rotary frequencies may stay in float32."""
+    def in_dtype(self, dtype: str, *, are_tables_wide: bool = False, are_norms_wide: bool = False) -> Iterator[None]:
+        """The model computes in that dtype, but for the sums in a product; rotary frequencies may stay in float32, and
+        norms may round once, after their weights."""
         tensors = [*self.model.parameters(), *([] if are_tables_wide else self.model.buffers())]
         own = [(one, one.data) for one in tensors if one.is_floating_point()]
+        norms = [one for one in self.model.modules() if are_norms_wide and "Norm" in type(one).__name__]
         try:
             for one, value in own:
                 one.data = value.to(getattr(torch, dtype))
-            with WideSums() if dtype != "float32" else nullcontext():
+            with ExitStack() as undo:
+                for norm in norms:
+                    for one in norm.parameters():
+                        one.data = one.data.float()
+                    norm.forward = partial(_round_once, norm.forward)
+                    undo.callback(delattr, norm, "forward")
+                undo.enter_context(WideSums() if dtype != "float32" else nullcontext())
                 yield
         finally:
             for one, value in own:
@@ -307,6 +315,10 @@ class Reference:
 
 def load_model(source: str | Path) -> Any:
     return load_causal_model(source, dtype="float32").eval()
+
+
+def _round_once(forward: Callable[..., Tensor], states: Tensor, *inputs: Any, **given: Any) -> Tensor:
+    return forward(states.float(), *inputs, **given).to(states.dtype)
 
 
 class WideSums(TorchFunctionMode):
