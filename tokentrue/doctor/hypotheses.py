@@ -738,7 +738,7 @@ def _list_norms(model: nn.Module, config: Any) -> Rows:
     heads = {at: one for at, one in off.items() if at.endswith(("q_norm", "k_norm"))}
     for name in ("variance_epsilon", "eps"):
         units = _at(_having(model, name), _set(name, lambda own, x: x))
-        yield "norm_epsilon", "norm epsilon {x:.3g}", units, [10.0**-n for n in (2, 3, 4, 5, 7, 12)], "real"
+        yield "norm_epsilon", "norm epsilon {x:.3g}", units, [10.0**-n for n in (4, 3, 2, 7, 6, 5, 12)], "real"
     ones = _at(norms, _set("weight", lambda own, x: torch.ones_like(own)))
     more = _at(norms, _set("weight", lambda own, x: own + x))
     yield "norm_missing", "norms without their weights", ones, PARTIAL
