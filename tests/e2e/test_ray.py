@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own: unclosed sockets
 def cluster() -> object:
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     quiet = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
-    ray.init(address=None, _node_ip_address="127.0.0.1", num_cpus=2, object_store_memory=80_000_000, **quiet)
+    ray.init(address="local", _node_ip_address="127.0.0.1", num_cpus=2, object_store_memory=80_000_000, **quiet)
     yield ray
     ray.shutdown()
 

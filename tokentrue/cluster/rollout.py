@@ -223,8 +223,8 @@ def attach(address: str) -> Generator[Any]:
     mine = not ray.is_initialized()
     if mine:
         quiet = {"include_dashboard": False, "logging_level": "error", "log_to_driver": False}
-        # a local Ray stays on loopback
-        where = {"address": None, "_node_ip_address": "127.0.0.1"} if address == "local" else {"address": address}
+        # a local Ray stays on loopback; without an address, Ray would look for one that runs, or has run, here
+        where = {"address": address, **({"_node_ip_address": "127.0.0.1"} if address == "local" else {})}
         require_listener(address)
         try:
             ray.init(**where, **quiet)
