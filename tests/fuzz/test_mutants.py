@@ -38,7 +38,7 @@ MUTANTS = (
                 "        waits = self.head.options.logprobs\n",
             )
         ],
-        rules=["a stream is sound"],
+        rules=["a stream is sound", "calls must be served as sampled"],
     ),
     Mutant(
         name="an older request with the same settings is gone on with, and the turns after it are taken as new messages",
@@ -55,9 +55,9 @@ MUTANTS = (
             ),
             (
                 "turn.py",
-                "            replies = await self._commit(choices, turn, prompt)\n",
-                "            replies = await self._commit(choices, turn, prompt)\n"
-                "            remembered[repr(request.sampling)] = self.tree.get(replies[0].node)\n",
+                "                replies = await self._commit(choices, turn, prompt)\n",
+                "                replies = await self._commit(choices, turn, prompt)\n"
+                "                remembered[repr(request.sampling)] = self.tree.get(replies[0].node)\n",
             ),
         ],
         rules=["a replay must be recognised"],
