@@ -1,12 +1,15 @@
 """A training run as the viewer's page."""
 
+from __future__ import annotations
+
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokentrue.json_types import JsonObject, read_table
+from tokentrue.cli.common import STEP_PARTS
+from tokentrue.json_types import JsonObject
 from tokentrue.plain_json import dumps, loads, read_numbered_lines
 from tokentrue.sessions.journal import open_journal
 from tokentrue.viewer import Chart, FileSource, Report, ReportTable, StoreSource, write_report
@@ -15,10 +18,21 @@ if TYPE_CHECKING:
     from tokentrue.app.training import TrainRun
 
 PAGE_TOKENS = 100_000  # of sessions to read
-LAYOUT = read_table(__file__, "reports.toml")
+CHARTS: tuple[tuple[str, str, Mapping[str, str], bool], ...] = (  # title, axis, {name: metric}, logarithmic
+    ("Reward by step", "mean reward", {"rollouts": "reward", "held-out tasks": "eval/reward"}, False),
+    ("Mismatch by step", "K3 per token", {"K3": "mismatch/k3"}, True),
+    ("Gradient norm", "norm", {"norm": "update/grad_norm"}, True),
+    ("Loss", "loss", {"loss": "update/loss"}, False),
+    ("Staleness", "policy versions behind", {"mean": "staleness_mean", "largest": "staleness_max"}, False),
+    ("Time of a step", "seconds", {part: f"seconds/{part}" for part in STEP_PARTS if part != "measure"}, False),
+)
+COMPARED = (
+    "reward", "mismatch/k3", "mismatch/delta_abs_mean", "update/grad_norm", "update/loss", "tokens_trained",
+    "seconds/step",
+)  # fmt: skip
 
 
-def write_training_report(settings: "TrainRun", **changes: Any) -> Path | None:
+def write_training_report(settings: TrainRun, **changes: Any) -> Path | None:
     """None if the run has no metrics. `changes` are fields of the `Report`."""
     from tokentrue.app.wiring import renderer_for
 
@@ -53,7 +67,7 @@ def read_metrics(path: Path) -> list[JsonObject]:
     return rows
 
 
-def training_report(settings: "TrainRun", rows: Sequence[JsonObject]) -> Report:
+def training_report(settings: TrainRun, rows: Sequence[JsonObject]) -> Report:
     last = rows[-1]
     ends = [row for row in (rows[0], last) if row["reward"] is not None]
     highlights = [(f"reward at step {row['step']}", f"{row['reward']:.3f}") for row in ends]
@@ -79,14 +93,13 @@ def training_report(settings: "TrainRun", rows: Sequence[JsonObject]) -> Report:
 
 def training_charts(rows: Sequence[JsonObject]) -> Iterator[Chart]:
     steps = [float(row["step"]) for row in rows]
-    for chart in LAYOUT["chart"]:
-        columns = {name: [row.get(key) for row in rows] for name, key in chart["series"].items()}
+    for title, label, names, log in CHARTS:
+        columns = {name: [row.get(key) for row in rows] for name, key in names.items()}
         series = {name: values for name, values in columns.items() if any(values)}
         if series:  # a metric that is 0 throughout has no curve to show
-            own: JsonObject = {**chart, "series": series}
-            yield Chart(x_label="step", x=steps, **own)
+            yield Chart(title=title, x_label="step", y_label=label, x=steps, series=series, log_y=log)
 
 
 def compare_ends(rows: Sequence[JsonObject]) -> list[tuple[str | float, ...]]:
-    known = [key for key in LAYOUT["compared"] if key in rows[0] and key in rows[-1]]
+    known = [key for key in COMPARED if key in rows[0] and key in rows[-1]]
     return [(key, *("not finite" if row[key] is None else row[key] for row in (rows[0], rows[-1]))) for key in known]

@@ -359,9 +359,9 @@ def has_more(data: Evidence, best: Fit, fits: Sequence[Fit]) -> bool:
         more = data.e - one.residual
         part = data.multiple(more, best.residual, ~data.held)
         gain = data.gain(best.residual - part * more) - data.gain(best.residual)
-        # Orders of rounding leave a pattern of their own: another cause explains a tenth of it.
-        is_pattern = best.own is not None and data.size(best.residual - part * more) > 0.9 * data.size(best.residual)
-        if one.fault != best.fault and part > 0.05 and gain > EVIDENCE and not is_pattern:
+        # What orders of rounding leave has a pattern, which other causes explain a little of.
+        is_little = best.own is not None and data.size(best.residual - part * more) > 0.9 * data.size(best.residual)
+        if one.fault != best.fault and part > 0.05 and gain > EVIDENCE and not is_little:
             return True
     return False
 

@@ -139,7 +139,7 @@ def _reading_parquet(path: Path) -> Generator[Any, None, None]:
         raise FileFormatError(f"{path}: not a parquet file, or a damaged one: {error}") from error
 
 
-def _read_table(path: Path, types: Mapping[str, str]) -> Iterator[tuple[str, JsonMapping]]:
+def _read_parquet(path: Path, types: Mapping[str, str]) -> Iterator[tuple[str, JsonMapping]]:
     names = table_columns(path)
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise FileFormatError(f"{path}: column {twice!r} is there twice")
@@ -227,7 +227,7 @@ def _rows_format(
         return write_lines(rows, path) if types is None else _write_table(rows, path, types)
 
     def read(path: Path) -> Iterator[ExportedSample]:
-        for where, row in read_lines(path) if types is None else _read_table(path, types):
+        for where, row in read_lines(path) if types is None else _read_parquet(path, types):
             yield from_row(row, where)
 
     suffix: Literal[".jsonl", ".parquet"] = ".jsonl" if types is None else ".parquet"
